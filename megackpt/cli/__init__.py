@@ -1,0 +1,1 @@
+"""One file per command, loaded late by the table in ``main.py``."""

@@ -1,0 +1,104 @@
+"""What to train on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megackpt.config.checks import at_least, one_of
+from megackpt.config.errors import UsageError
+
+SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
+TOKENIZERS = (*SENTENCEPIECE, "NullTokenizer")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Indexed datasets, or made-up samples."""
+
+    data_path: tuple[str, ...] = ()
+    """One prefix of .bin/.idx, or weight, prefix, weight, prefix, ..."""
+    mock_data: bool = False
+    split: str = "969,30,1"
+    """Shares of training, validation and test; any numbers."""
+    tokenizer_type: str | None = None
+    tokenizer_model: str | None = None
+    """File of the tokenizer."""
+    vocab_size: int | None = None
+    """Vocabulary of the NullTokenizer and of mock data."""
+    data_cache_path: str | None = None
+    """Folder of the index caches; None = beside the data."""
+    num_workers: int = 2
+    """Background readers per process; 0 reads in the training thread."""
+    eod_mask_loss: bool = False
+    """The loss skips end-of-document tokens."""
+
+    def __post_init__(self) -> None:
+        self._check_source()
+        if parse_split(self.split)[0] <= 0:
+            raise UsageError(f"--split {self.split} leaves nothing to train on: its first number must be above 0.")
+        at_least("--num-workers", self.num_workers, 0)
+        at_least("--vocab-size", self.vocab_size, 1)
+        if self.tokenizer_type is not None:
+            one_of("--tokenizer-type", self.tokenizer_type, TOKENIZERS)
+        if self.tokenizer_type in SENTENCEPIECE and self.tokenizer_model is None:
+            raise UsageError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: its .model file.")
+        if self.vocab_size is None and self.tokenizer_type in (None, "NullTokenizer"):
+            what = "--tokenizer-type NullTokenizer" if self.tokenizer_type else "A run without --tokenizer-type"
+            raise UsageError(f"{what} needs --vocab-size: nothing else says how many tokens there are.")
+
+    def _check_source(self) -> None:
+        if self.mock_data and self.data_path:
+            raise UsageError(
+                f"--mock-data and --data-path {' '.join(self.data_path)} contradict each other: give one of them."
+            )
+        if not self.mock_data and not self.data_path:
+            raise UsageError("Data are missing: give --data-path PREFIX, or --mock-data for made-up samples.")
+        if self.data_path:
+            parse_data_path(self.data_path)
+
+
+def parse_split(text: str) -> tuple[float, float, float]:
+    """Shares of training, validation and test, summing to 1; fewer than three numbers leave the rest at 0."""
+    words = [word.strip() for word in text.split(",")]
+    try:
+        numbers = [float(word) for word in words]
+    except ValueError:
+        raise UsageError(f"--split takes numbers separated by commas, such as 949,50,1; got {text!r}.") from None
+    if len(numbers) > 3:
+        raise UsageError(f"--split takes at most 3 numbers (training, validation, test); got {text!r}.")
+    if any(number < 0 or not math.isfinite(number) for number in numbers) or sum(numbers) <= 0:
+        raise UsageError(f"--split takes numbers of at least 0, one of them above 0; got {text!r}.")
+    train, validation, test = [*numbers, 0.0, 0.0][:3]
+    total = train + validation + test
+    return train / total, validation / total, test / total
+
+
+def parse_data_path(data_path: Sequence[str]) -> tuple[tuple[float, str], ...]:
+    """(weight, prefix) of every dataset, from one prefix or `w1 p1 w2 p2 ...`; the weights sum to 1."""
+    if len(data_path) == 1:
+        return ((1.0, data_path[0]),)
+    if len(data_path) % 2:
+        raise UsageError(
+            f"--data-path has {len(data_path)} words: give one prefix, or weights and prefixes in turn, such as"
+            " --data-path 30 corpus_a 70 corpus_b."
+        )
+    pairs = [(_weight(word, prefix), prefix) for word, prefix in zip(data_path[::2], data_path[1::2], strict=True)]
+    total = sum(weight for weight, _ in pairs)
+    if total <= 0:
+        raise UsageError("--data-path: all weights are 0; at least one must be above 0.")
+    return tuple((weight / total, prefix) for weight, prefix in pairs)
+
+
+def _weight(word: str, prefix: str) -> float:
+    try:
+        weight = float(word)
+    except ValueError:
+        raise UsageError(
+            f"--data-path: {word!r} stands where the weight of {prefix} is expected; with several datasets each"
+            " prefix has its weight before it."
+        ) from None
+    if weight < 0 or not math.isfinite(weight):
+        raise UsageError(f"--data-path: the weight {word} of {prefix} must be finite and at least 0.")
+    return weight

@@ -1,0 +1,137 @@
+"""The shape of the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megackpt.config.checks import above_zero, at_least, nearest_divisors, nearest_multiples, one_of, within
+from megackpt.config.errors import UsageError
+
+POSITION_EMBEDDINGS = ("learned_absolute", "rope", "none")
+NORMALIZATIONS = ("LayerNorm", "RMSNorm")
+DERIVED = 0
+"""Asks for the value that follows from the other fields; never left in a finished ModelConfig."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What the network is, whatever it runs on.  Derived fields are filled in at construction."""
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    seq_length: int
+    """Tokens of a training sample."""
+    num_query_groups: int = DERIVED
+    """Key/value heads; as many as heads unless attention is grouped."""
+    kv_channels: int = DERIVED
+    """Size of one head; hidden / heads."""
+    ffn_hidden_size: int = DERIVED
+    """4 hidden; with SwiGLU 8/3 hidden rounded down to a multiple of 64 (at least 64), as Megatron has it."""
+    max_position_embeddings: int = DERIVED
+    """Rows of the learned position embedding; seq_length."""
+    vocab_size: int | None = None
+    """Rows of the vocabulary before padding; None = what the tokenizer has."""
+    make_vocab_size_divisible_by: int = 128
+    position_embedding_type: str = "learned_absolute"
+    rotary_base: float = 10000.0
+    rotary_percent: float = 1.0
+    """Share of a head's channels that are rotated."""
+    normalization: str = "LayerNorm"
+    norm_epsilon: float = 1e-5
+    swiglu: bool = False
+    squared_relu: bool = False
+    add_bias_linear: bool = True
+    tie_embeddings: bool = True
+    """Input and output embedding are one matrix."""
+    hidden_dropout: float = 0.1
+    attention_dropout: float = 0.1
+    init_method_std: float = 0.02
+    fused_attention: bool = True
+    """Attention by one fused kernel that never stores the s x s matrices."""
+    attention_softmax_in_fp32: bool = True
+    """The unfused core computes its softmax in fp32 (in fp64 for an fp64 model)."""
+
+    def __post_init__(self) -> None:
+        for name in (
+            "num_layers",
+            "hidden_size",
+            "num_attention_heads",
+            "seq_length",
+            "make_vocab_size_divisible_by",
+        ):
+            at_least(_flag(name), getattr(self, name), 1)
+        for name in ("num_query_groups", "kv_channels", "ffn_hidden_size", "max_position_embeddings"):
+            at_least(_flag(name), getattr(self, name), DERIVED)
+        at_least("--vocab-size", self.vocab_size, 1)
+        self._derive()
+        self._check_attention()
+        self._check_positions()
+        self._check_rest()
+
+    @property
+    def gated(self) -> bool:
+        """The MLP's first product has a gate beside it (two matrices of ffn_hidden_size rows)."""
+        return self.swiglu
+
+    def padded_vocab_size(self, vocab: int, tensor_parallel: int) -> int:
+        """``vocab`` rounded up to a multiple of make_vocab_size_divisible_by x tensor_parallel."""
+        multiple = self.make_vocab_size_divisible_by * tensor_parallel
+        return -(-vocab // multiple) * multiple
+
+    def _derive(self) -> None:
+        heads, hidden = self.num_attention_heads, self.hidden_size
+        if self.kv_channels == DERIVED:
+            if hidden % heads:
+                raise UsageError(
+                    f"--hidden-size {hidden} is not divisible by --num-attention-heads {heads}. Nearest valid:"
+                    f" --hidden-size {nearest_multiples(hidden, heads)}, --num-attention-heads"
+                    f" {nearest_divisors(heads, hidden)}, or give the size of a head with --kv-channels."
+                )
+            object.__setattr__(self, "kv_channels", hidden // heads)
+        if self.num_query_groups == DERIVED:
+            object.__setattr__(self, "num_query_groups", heads)
+        if self.ffn_hidden_size == DERIVED:
+            gated = max(64, int(4 * hidden * 2 / 3 / 64) * 64)
+            object.__setattr__(self, "ffn_hidden_size", gated if self.swiglu else 4 * hidden)
+        if self.max_position_embeddings == DERIVED:
+            object.__setattr__(self, "max_position_embeddings", self.seq_length)
+
+    def _check_attention(self) -> None:
+        heads, groups = self.num_attention_heads, self.num_query_groups
+        if heads % groups:
+            raise UsageError(
+                f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}. Nearest valid:"
+                f" --num-query-groups {nearest_divisors(groups, heads)}."
+            )
+        within("--attention-dropout", self.attention_dropout, 0.0, 1.0)
+        within("--hidden-dropout", self.hidden_dropout, 0.0, 1.0)
+
+    def _check_positions(self) -> None:
+        one_of("--position-embedding-type", self.position_embedding_type, POSITION_EMBEDDINGS)
+        above_zero("--rotary-base", self.rotary_base)
+        if not 0 < self.rotary_percent <= 1:
+            raise UsageError(f"--rotary-percent must be above 0 and at most 1; got {self.rotary_percent}.")
+        if self.position_embedding_type == "learned_absolute" and self.seq_length > self.max_position_embeddings:
+            raise UsageError(
+                f"--seq-length {self.seq_length} exceeds --max-position-embeddings {self.max_position_embeddings}:"
+                f" learned positions end there. Nearest valid: --max-position-embeddings {self.seq_length}."
+            )
+        rotated = int(self.kv_channels * self.rotary_percent)
+        if self.position_embedding_type == "rope" and (rotated < 2 or rotated % 2):
+            raise UsageError(
+                f"--position-embedding-type rope rotates pairs of channels, but --rotary-percent {self.rotary_percent}"
+                f" of {self.kv_channels} channels per head (--kv-channels) is {rotated}, which is not an even number"
+                " of at least 2."
+            )
+
+    def _check_rest(self) -> None:
+        one_of("--normalization", self.normalization, NORMALIZATIONS)
+        above_zero("--norm-epsilon", self.norm_epsilon)
+        above_zero("--init-method-std", self.init_method_std)
+        if self.swiglu and self.squared_relu:
+            raise UsageError("--swiglu and --squared-relu contradict each other: an MLP has one activation.")
+
+
+def _flag(field: str) -> str:
+    return "--" + field.replace("_", "-")

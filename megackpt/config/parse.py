@@ -1,0 +1,124 @@
+"""From a command line to a RunConfig.  Strength: defaults < YAML (``--config``) < ``MEGACKPT_ARGS`` < command line.
+
+``parse`` is the function; ``configure`` is what a command calls: it also answers ``--help`` and ``--print-config``,
+and ends a process whose run is refused with code 2, on rank 0 with the reason.
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+from megackpt.config.errors import UsageError
+from megackpt.config.flags import BY_KEY
+from megackpt.config.help import help_text
+from megackpt.config.resolve import sections
+from megackpt.config.run import RunConfig
+from megackpt.config.sources import Source, merge, read_words, read_yaml
+
+ENVIRONMENT = "MEGACKPT_ARGS"
+USAGE_ERROR = 2
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """A run and what its user should be told."""
+
+    config: RunConfig
+    notices: tuple[str, ...]
+    print_config: bool
+
+
+def parse(argv: Sequence[str], env: Mapping[str, str], world_size: int) -> RunConfig:
+    """The run that ``argv`` (without the program's name) asks for.  Raises UsageError if it cannot start."""
+    return parse_all(argv, env, world_size).config
+
+
+def parse_all(argv: Sequence[str], env: Mapping[str, str], world_size: int) -> Parsed:
+    """Like ``parse``, with notices: flags without effect, old names, ignored flags."""
+    try:
+        from_env = read_words(shlex.split(env.get(ENVIRONMENT, "")), ENVIRONMENT)
+    except ValueError as error:
+        raise UsageError(f"{ENVIRONMENT} cannot be split into words: {error}.") from None
+    command = read_words(argv)
+    files = [read_yaml(path) for path in (*from_env.config_files, *command.config_files)]
+    sources = [*files, from_env, command]
+    values = merge(source.values for source in sources)
+    ignored = _problems(sources, ignore=bool(values.get("ignore-unsupported")))
+    config = RunConfig(**sections(values, world_size))  # type: ignore[arg-type]
+    notices = (*ignored, *_notices(sources), *_about(config))
+    return Parsed(config, notices, bool(values.get("print-config")))
+
+
+def configure(argv: Sequence[str], env: Mapping[str, str], *, rank: int, world_size: int) -> RunConfig:
+    """The run, for a command.  Ends the process (SystemExit) with 0 after --help and --print-config, and with 2 if
+    the run is refused; only rank 0 says anything."""
+    quiet = rank != 0
+    if wants_help(argv):
+        if not quiet:
+            print(help_text(), end="")
+        raise SystemExit(0)
+    try:
+        parsed = parse_all(argv, env, world_size)
+    except UsageError as error:
+        refuse(error, rank)
+    if not quiet:
+        for notice in parsed.notices:
+            print(f"megackpt: {notice}", file=sys.stderr)
+    if parsed.print_config:
+        if not quiet:
+            print(parsed.config.to_yaml(), end="")
+        raise SystemExit(0)
+    return parsed.config
+
+
+def wants_help(argv: Sequence[str]) -> bool:
+    """``argv`` asks for the help page, whatever else it says."""
+    return "-h" in argv or "--help" in argv
+
+
+def refuse(error: UsageError, rank: int) -> NoReturn:
+    """End this process with code 2; rank 0 says why."""
+    if rank == 0:
+        print(f"megackpt: error: {error}", file=sys.stderr, flush=True)
+    raise SystemExit(USAGE_ERROR)
+
+
+def _problems(sources: Sequence[Source], ignore: bool) -> list[str]:
+    """Raise for everything that cannot be used, all at once; with ``ignore``, refused flags become notices."""
+    unknown = [text for source in sources for text in source.unknown]
+    errors = [text for source in sources for text in source.errors]
+    refused = list(dict.fromkeys(text for source in sources for text in source.refused))
+    fatal = [*unknown, *errors] if ignore else [*unknown, *errors, *refused]
+    if fatal and refused and not ignore:
+        fatal.append("--ignore-unsupported runs without refused flags; docs/flags.md lists all flags.")
+    if len(fatal) > 1:
+        raise UsageError("\n  ".join(["this command line cannot be used:", *fatal]))
+    if fatal:
+        raise UsageError(fatal[0])
+    return [f"warning: ignored, {text}" for text in refused]
+
+
+def _notices(sources: Sequence[Source]) -> list[str]:
+    accepted = sorted({name for source in sources for name in source.accepted})
+    given = dict.fromkeys(key for source in sources for key, value in source.values.items() if value is not False)
+    notices = [f"warning: {BY_KEY[key].warning}" for key in given if BY_KEY[key].warning]
+    if accepted:
+        notices.append(f"accepted, no effect here: {', '.join(accepted)}")
+    return notices
+
+
+def _about(config: RunConfig) -> list[str]:
+    """Legal settings that do less than their user may think."""
+    notices: list[str] = []
+    core_only = set(config.recompute.modules) <= {"core_attn", "attn.core"}
+    if config.recompute.granularity == "selective" and core_only and config.model.fused_attention:
+        notices.append(
+            "selective recomputation of core_attn saves almost nothing here: fused attention stores no s x s matrices"
+            " and rebuilds them in backward anyway. Name other modules (--recompute-modules layernorm mlp), or use"
+            " --recompute-granularity free or full."
+        )
+    return notices

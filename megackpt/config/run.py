@@ -1,0 +1,144 @@
+"""The whole of a run: the sections, and the checks that need more than one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import yaml
+
+from megackpt.config.batch import BatchConfig
+from megackpt.config.checks import nearest_divisors, nearest_multiples
+from megackpt.config.data import DataConfig
+from megackpt.config.errors import UsageError
+from megackpt.config.flags import FLAGS
+from megackpt.config.model import ModelConfig
+from megackpt.config.observe import LoggingConfig
+from megackpt.config.optimizer import OptimizerConfig
+from megackpt.config.parallel import ParallelConfig
+from megackpt.config.persist import CheckpointConfig
+from megackpt.config.precision import PrecisionConfig
+from megackpt.config.recompute import RecomputeConfig
+from megackpt.config.resolve import SECTION_TYPES, sections
+from megackpt.config.schedule import TrainConfig
+from megackpt.config.sources import Source, expand, read_mapping
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """A run that can start: every contradiction was refused when this was made."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    batch: BatchConfig
+    optimizer: OptimizerConfig
+    train: TrainConfig
+    recompute: RecomputeConfig
+    precision: PrecisionConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    logging: LoggingConfig
+
+    def __post_init__(self) -> None:
+        self._check_tensor_parallel()
+        self._check_pipeline()
+        self.batch.micro_batches(self.parallel.data)
+        self._check_schedule()
+        if "attn.rope" in self.recompute.modules and self.model.position_embedding_type != "rope":
+            raise UsageError(
+                "--recompute-modules attn.rope contradicts --position-embedding-type"
+                f" {self.model.position_embedding_type}: this model rotates nothing."
+            )
+
+    @classmethod
+    def from_flags(cls, flags: Mapping[str, object], world_size: int = 1) -> RunConfig:
+        """A run from flag names (``num_layers``, ``--num-layers``; flat or by section) and values, as a YAML file
+        would give them.  Raises UsageError on unknown and refused flags too."""
+        source = Source()
+        read_mapping(flags, source)
+        problems = [*source.unknown, *source.refused, *source.errors]
+        if problems:
+            raise UsageError("\n".join(problems))
+        return cls(**sections(expand(source.values), world_size))  # type: ignore[arg-type]
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches of one step on each data-parallel rank."""
+        return self.batch.micro_batches(self.parallel.data)
+
+    @property
+    def total_iterations(self) -> int:
+        """Optimizer steps of the whole run."""
+        if self.train.train_samples is not None:
+            return self.train.train_samples // self.batch.global_batch_size
+        assert self.train.train_iters is not None
+        return self.train.train_iters
+
+    def to_yaml(self) -> str:
+        """YAML of flag names by section; ``--config`` reads it back to an equal run (at the same world size)."""
+        document: dict[str, dict[str, object]] = {section: {} for section in SECTION_TYPES}
+        for flag in FLAGS:
+            if flag.target is None:
+                continue
+            section, name = flag.target.split(".")
+            value = flag.user_value(getattr(getattr(self, section), name))
+            document[section][flag.key] = list(value) or None if isinstance(value, tuple) else value
+        grouped = self.model.num_query_groups != self.model.num_attention_heads
+        document["model"]["group-query-attention"] = grouped
+        document["model"]["num-query-groups"] = self.model.num_query_groups if grouped else None
+        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
+
+    def _check_tensor_parallel(self) -> None:
+        model, tensor = self.model, self.parallel.tensor
+        split = (
+            ("--num-attention-heads", model.num_attention_heads),
+            ("--num-query-groups", model.num_query_groups),
+            ("--ffn-hidden-size", model.ffn_hidden_size),
+        )
+        for flag, value in split:
+            _divides(flag, value, tensor, "")
+        if self.parallel.sequence_parallel:
+            _divides("--seq-length", model.seq_length, tensor, " (with --sequence-parallel)")
+
+    def _check_pipeline(self) -> None:
+        layers, stages = self.model.num_layers, self.parallel.pipeline
+        if layers < stages:
+            raise UsageError(
+                f"--num-layers {layers} is fewer than --pipeline-model-parallel-size {stages}: a stage would be"
+                f" empty. Nearest valid: --num-layers {stages} or --pipeline-model-parallel-size {layers}."
+            )
+
+    def _check_schedule(self) -> None:
+        unit, wrong = ("samples", "iters") if self.train.by_samples else ("iters", "samples")
+        length: int = getattr(self.train, f"train_{unit}")
+        schedule = self.optimizer
+        for what in ("decay", "warmup"):
+            given = getattr(schedule, f"lr_{what}_{wrong}")
+            if given:
+                raise UsageError(
+                    f"--lr-{what}-{wrong} {given} contradicts --train-{unit} {length}: the schedule is counted as"
+                    f" training is. Use --lr-{what}-{unit}."
+                )
+        if self.total_iterations < 1:
+            raise UsageError(
+                f"--train-samples {length} is less than one step of --global-batch-size"
+                f" {self.batch.global_batch_size}. Nearest valid: --train-samples {self.batch.global_batch_size}."
+            )
+        given_decay: int | None = getattr(schedule, f"lr_decay_{unit}")
+        decay = given_decay or length
+        warmup: int = getattr(schedule, f"lr_warmup_{unit}")
+        if warmup >= decay:
+            flag = f"--lr-decay-{unit}" if given_decay else f"--train-{unit}"
+            raise UsageError(
+                f"--lr-warmup-{unit} {warmup} must be less than the decay length, {flag} {decay}."
+                f" Nearest valid: --lr-warmup-{unit} {decay - 1}."
+            )
+
+
+def _divides(flag: str, value: int, tensor: int, when: str) -> None:
+    if value % tensor:
+        raise UsageError(
+            f"{flag} {value} is not divisible by --tensor-model-parallel-size {tensor}{when}. Nearest valid:"
+            f" {flag} {nearest_multiples(value, tensor)}, or --tensor-model-parallel-size"
+            f" {nearest_divisors(tensor, value)}."
+        )

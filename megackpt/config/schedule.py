@@ -1,0 +1,43 @@
+"""How long to train, and when to evaluate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megackpt.config.checks import at_least
+from megackpt.config.errors import UsageError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """Exactly one of train_iters and train_samples is given; it decides the unit of the learning-rate schedule."""
+
+    train_iters: int | None = None
+    train_samples: int | None = None
+    eval_interval: int = 1000
+    """Iterations between two evaluations."""
+    eval_iters: int = 100
+    """Global batches of one evaluation; 0 = none."""
+    exit_interval: int | None = None
+    """Stop, saving, at an iteration that this divides."""
+    seed: int = 1234
+
+    def __post_init__(self) -> None:
+        if self.train_iters is not None and self.train_samples is not None:
+            raise UsageError(
+                f"--train-iters {self.train_iters} and --train-samples {self.train_samples} contradict each other:"
+                " give one of them."
+            )
+        if self.train_iters is None and self.train_samples is None:
+            raise UsageError("The length of training is missing: give --train-iters or --train-samples.")
+        at_least("--train-iters", self.train_iters, 1)
+        at_least("--train-samples", self.train_samples, 1)
+        at_least("--eval-interval", self.eval_interval, 1)
+        at_least("--eval-iters", self.eval_iters, 0)
+        at_least("--exit-interval", self.exit_interval, 1)
+        at_least("--seed", self.seed, 0)
+
+    @property
+    def by_samples(self) -> bool:
+        """Training and its schedule are counted in samples."""
+        return self.train_samples is not None

@@ -1,0 +1,191 @@
+"""Flag table: parallelism and recomputation."""
+
+from __future__ import annotations
+
+from megackpt.config.flag import Flag, accept, later, works
+from megackpt.config.parallel import BACKENDS, DEVICES
+from megackpt.config.recompute import GRANULARITIES, KEEPS, METHODS, MODULES
+
+PARALLEL = "Parallelism"
+RECOMPUTE = "Recomputation"
+
+_OFFLOAD = "use --recompute-granularity to save the same bytes by recomputing."
+_FULL = "use --recompute-granularity full."
+
+ROWS: tuple[Flag, ...] = (
+    works(
+        "--tensor-model-parallel-size",
+        PARALLEL,
+        "int",
+        "parallel.tensor",
+        "Ranks that share every layer's weights.",
+        minimum=1,
+    ),
+    works(
+        "--pipeline-model-parallel-size",
+        PARALLEL,
+        "int",
+        "parallel.pipeline",
+        "Stages that share the layers; the remainder of an uneven split goes to the middle stages.",
+        minimum=1,
+    ),
+    works(
+        "--sequence-parallel",
+        PARALLEL,
+        "switch",
+        "parallel.sequence_parallel",
+        "Split norms, residuals and dropout along the sequence over the tensor-parallel ranks.",
+    ),
+    works(
+        "--distributed-backend",
+        PARALLEL,
+        "text",
+        "parallel.backend",
+        "Communication library.",
+        choices=BACKENDS,
+        default="nccl on GPUs, gloo on CPUs",
+    ),
+    works(
+        "--distributed-timeout-minutes",
+        PARALLEL,
+        "float",
+        "parallel.timeout_minutes",
+        "A collective that takes longer ends the run.",
+    ),
+    works(
+        "--device",
+        PARALLEL,
+        "text",
+        "parallel.device",
+        "Where to compute.",
+        choices=DEVICES,
+        default="cuda if present",
+    ),
+    accept("--overlap-grad-reduce", PARALLEL, "switch", "Changes no result; gradients are reduced once per step."),
+    accept("--overlap-param-gather", PARALLEL, "switch", "Changes no result; no rank lacks parameters."),
+    later(
+        "--context-parallel-size",
+        PARALLEL,
+        "int",
+        "use --tensor-model-parallel-size with --sequence-parallel.",
+        "1",
+    ),
+    later("--cp-comm-type", PARALLEL, "many", "leave it out.", "p2p"),
+    later("--use-distributed-optimizer", PARALLEL, "switch"),
+    later(
+        "--num-layers-per-virtual-pipeline-stage",
+        PARALLEL,
+        "int",
+        "leave it out: stages have one chunk each.",
+    ),
+    later(
+        "--num-virtual-stages-per-pipeline-rank",
+        PARALLEL,
+        "int",
+        "leave it out: stages have one chunk each.",
+        "1",
+    ),
+    later("--decoder-first-pipeline-num-layers", PARALLEL, "int"),
+    later("--pipeline-model-parallel-layout", PARALLEL, "text"),
+    later("--account-for-embedding-in-pipeline-split", PARALLEL, "switch"),
+    later("--use-tp-pp-dp-mapping", PARALLEL, "switch", "ranks are ordered tp, then dp, then pp."),
+    later("--use-torch-fsdp2", PARALLEL, "switch"),
+    works(
+        "--recompute-granularity",
+        RECOMPUTE,
+        "text",
+        "recompute.granularity",
+        "What backward rebuilds instead of keeping. Bytes per layer in 16-bit formats (s sequence, b micro-batch,"
+        " h hidden, a heads, t tensor-parallel size with sequence parallel): none keeps everything, 34sbh/t, and with"
+        " --attention-backend unfused 5ass*b/t more; free drops norm outputs, the activation output and dropout masks"
+        " at almost no work; selective drops what --recompute-modules names; full keeps 4sbh/t (see"
+        " --recompute-keep) and replays about a fifth of the step.",
+        choices=GRANULARITIES,
+    ),
+    works(
+        "--recompute-modules",
+        RECOMPUTE,
+        "many",
+        "recompute.modules",
+        f"Of selective, what is dropped: {', '.join(MODULES)}. core_attn (attn.core) drops the s x s matrices,"
+        " 5ass*b/t, of the unfused core; with fused attention, which never stores them, it saves almost nothing:"
+        " name other modules there. layernorm drops both norm outputs, 4sbh/t; mlp drops the MLP's products,"
+        " 16sbh/t, for about a third of the forward.",
+        metavar="NAME ...",
+    ),
+    works(
+        "--recompute-method",
+        RECOMPUTE,
+        "text",
+        "recompute.method",
+        "Of full: uniform replays groups of --recompute-num-layers layers, each from the group's input; block replays"
+        " the first --recompute-num-layers layers of every stage and keeps the others whole.",
+        choices=METHODS,
+        default="uniform with full",
+    ),
+    works(
+        "--recompute-num-layers",
+        RECOMPUTE,
+        "int",
+        "recompute.num_layers",
+        "Of full: layers per group (uniform: 2sbh/t per group when above 1; a last group may be smaller) or replayed"
+        " layers per stage (block).",
+        minimum=1,
+        default="1 with uniform; needed with block",
+    ),
+    works(
+        "--recompute-keep",
+        RECOMPUTE,
+        "text",
+        "recompute.keep",
+        "Of full with single layers: boundaries keeps the layer's input and the residual after attention, 4sbh/t, and"
+        " replays no reduction; layer-input keeps 2sbh/t, as Megatron does, and replays one product and one reduction"
+        " more.",
+        choices=KEEPS,
+    ),
+    works(
+        "--recompute-activations",
+        RECOMPUTE,
+        "switch",
+        None,
+        "The same as --recompute-granularity selective.",
+        implies=(("recompute-granularity", "selective"),),
+    ),
+    works(
+        "--checkpoint-activations",
+        RECOMPUTE,
+        "switch",
+        None,
+        "Old name of --recompute-granularity full (activation checkpointing).",
+        implies=(("recompute-granularity", "full"),),
+        warning="--checkpoint-activations is an old name: it is read as --recompute-granularity full"
+        " --recompute-method uniform --recompute-num-layers 1 (unless those say otherwise).",
+    ),
+    works(
+        "--activations-checkpoint-method",
+        RECOMPUTE,
+        "text",
+        None,
+        "Old name of --recompute-granularity full with this --recompute-method.",
+        choices=METHODS,
+        implies=(("recompute-granularity", "full"), ("recompute-method", None)),
+        warning="--activations-checkpoint-method is an old name: it is read as --recompute-granularity full with"
+        " --recompute-method.",
+    ),
+    works(
+        "--checkpoint-num-layers",
+        RECOMPUTE,
+        "int",
+        None,
+        "Old name of --recompute-num-layers.",
+        minimum=1,
+        implies=(("recompute-num-layers", None),),
+        warning="--checkpoint-num-layers is an old name: it is read as --recompute-num-layers.",
+    ),
+    later("--deepspeed-activation-checkpointing", RECOMPUTE, "switch", _FULL),
+    later("--partition-activations", RECOMPUTE, "switch", "use --sequence-parallel, which splits what is kept."),
+    later("--cpu-offloading", RECOMPUTE, "switch", _OFFLOAD),
+    later("--cpu-offloading-num-layers", RECOMPUTE, "int", _OFFLOAD, "0"),
+    later("--fine-grained-activation-offloading", RECOMPUTE, "switch", _OFFLOAD),
+    later("--offload-modules", RECOMPUTE, "many", _OFFLOAD),
+)
