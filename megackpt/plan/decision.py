@@ -1,0 +1,157 @@
+"""What is kept and what is rebuilt: decisions, save-sets, plans.  Frozen values, JSON in and out.
+
+A plan is read from the outside in: stages hold chunks, a chunk holds one save-set per address (``embedding``,
+``layers.0`` ..., ``head``) and groups of layers that are replayed as one step; a save-set holds one decision per
+named step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+KEEP = "keep"
+REPLAY = "replay"
+CHOICES = (KEEP, REPLAY)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What happens to one step's output, to what autograd saves inside it, and to its dropout masks.
+
+    ``masks`` stands apart from ``internals`` because a mask can be drawn again from the random stream alone,
+    without replaying its step: ``keep`` stores one byte per element, ``replay`` stores nothing.
+    """
+
+    output: str = KEEP
+    internals: str = KEEP
+    masks: str = KEEP
+
+    def __post_init__(self) -> None:
+        for name in ("output", "internals", "masks"):
+            if getattr(self, name) not in CHOICES:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {CHOICES}")
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.output == KEEP and self.internals == KEEP
+
+    def to_json(self) -> dict[str, str]:
+        return {"output": self.output, "internals": self.internals, "masks": self.masks}
+
+
+KEEP_ALL = Decision()
+REPLAY_ALL = Decision(REPLAY, REPLAY, REPLAY)
+
+
+@dataclass(frozen=True)
+class SaveSet:
+    """The decisions of one layer: explicit ones by step name, ``default`` for the rest."""
+
+    decisions: Mapping[str, Decision] = field(default_factory=dict)
+    default: Decision = KEEP_ALL
+
+    def __getitem__(self, step: str) -> Decision:
+        return self.decisions.get(step, self.default)
+
+    def __hash__(self) -> int:
+        return hash((tuple(sorted(self.decisions.items(), key=lambda kv: kv[0])), self.default))
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.default.keeps_all and all(d.keeps_all for d in self.decisions.values())
+
+    def to_json(self) -> dict[str, object]:
+        return {
+            "default": self.default.to_json(),
+            "decisions": {k: d.to_json() for k, d in sorted(self.decisions.items())},
+        }
+
+    @staticmethod
+    def from_json(data: Mapping) -> SaveSet:
+        return SaveSet({k: Decision(**d) for k, d in data["decisions"].items()}, Decision(**data["default"]))
+
+
+@dataclass(frozen=True)
+class Group:
+    """Layers ``first`` to ``last`` (global indices, inclusive) replayed as one step from the group's input."""
+
+    first: int
+    last: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.first <= self.last:
+            raise ValueError(f"a group runs from a first to a last layer, got {self.first} to {self.last}")
+
+
+@dataclass(frozen=True)
+class ChunkPlan:
+    """The save-sets of one chunk by address, and its groups of layers."""
+
+    save_sets: Mapping[str, SaveSet] = field(default_factory=dict)
+    groups: tuple[Group, ...] = ()
+
+    def save_set(self, address: str) -> SaveSet:
+        return self.save_sets.get(address, KEEP_EVERYTHING)
+
+    def group_at(self, layer: int) -> Group | None:
+        """The group that starts at global layer ``layer``, if one does."""
+        return next((g for g in self.groups if g.first == layer), None)
+
+    @property
+    def keeps_all(self) -> bool:
+        return not self.groups and all(s.keeps_all for s in self.save_sets.values())
+
+
+KEEP_EVERYTHING = SaveSet()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Chunk plans by [stage][chunk].  ``name`` says in words where it came from."""
+
+    stages: tuple[tuple[ChunkPlan, ...], ...]
+    name: str = ""
+
+    def chunk(self, stage: int, chunk: int = 0) -> ChunkPlan:
+        return self.stages[stage][chunk]
+
+    def to_json(self) -> dict[str, object]:
+        sets: list[SaveSet] = []
+        stages = []
+        for stage in self.stages:
+            chunks = []
+            for chunk in stage:
+                places = {}
+                for address, save_set in chunk.save_sets.items():
+                    if save_set not in sets:
+                        sets.append(save_set)
+                    places[address] = sets.index(save_set)
+                chunks.append({"save_sets": places, "groups": [[g.first, g.last] for g in chunk.groups]})
+            stages.append(chunks)
+        return {"version": 1, "name": self.name, "sets": [s.to_json() for s in sets], "stages": stages}
+
+    @staticmethod
+    def from_json(data: Mapping) -> Plan:
+        if data.get("version") != 1:
+            raise ValueError(f"plan version {data.get('version')!r}; this code reads version 1")
+        sets = [SaveSet.from_json(s) for s in data["sets"]]
+
+        def chunk(entry: Mapping) -> ChunkPlan:
+            groups: Iterable = entry["groups"]
+            return ChunkPlan(
+                {address: sets[i] for address, i in entry["save_sets"].items()},
+                tuple(Group(first, last) for first, last in groups),
+            )
+
+        return Plan(tuple(tuple(chunk(c) for c in stage) for stage in data["stages"]), data["name"])
+
+    def dumps(self) -> str:
+        return json.dumps(self.to_json(), indent=1, sort_keys=True)
+
+    def digest(self) -> str:
+        """Equal on all ranks or the run must not start: ranks of one tensor-parallel group with different plans
+        would call different collectives and wait for each other for ever."""
+        return hashlib.sha256(self.dumps().encode()).hexdigest()

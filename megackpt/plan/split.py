@@ -1,0 +1,42 @@
+"""Which layers a pipeline stage owns: contiguous ranges, every layer in exactly one of them.
+
+A layer count that the stages do not divide leaves a remainder of r < p layers. They go one each to stages in
+this order: inner stages from the middle outwards (of two equally near, the later one: under 1F1B it holds
+fewer micro-batches), then the first, and never the last, because the last also has the head's product over
+the vocabulary::
+
+    p = 4, who gets the remainder           L = 28   7  7  7  7
+                                            L = 29   7  7  8  7
+    stage      0    1    2    3             L = 30   7  8  8  7
+    order      3.   2.   1.   never         L = 31   8  8  8  7
+"""
+
+from __future__ import annotations
+
+
+def split_layers(num_layers: int, stages: int) -> list[range]:
+    """Layers of each stage, in model order: ``split_layers(6, 4) -> [range(0, 1), range(1, 3), range(3, 5),
+    range(5, 6)]``.
+
+    Raises ValueError when there are fewer layers than stages (a stage without a layer is refused, never
+    built).
+    """
+    if stages < 1:
+        raise ValueError(f"the number of pipeline stages must be at least 1, got {stages}")
+    if num_layers < stages:
+        raise ValueError(f"{num_layers} layers cannot fill {stages} pipeline stages; use at most {num_layers} stages")
+    base, remainder = divmod(num_layers, stages)
+    favoured = set(_by_favour(stages)[:remainder])
+    ranges, start = [], 0
+    for stage in range(stages):
+        stop = start + base + (stage in favoured)
+        ranges.append(range(start, stop))
+        start = stop
+    return ranges
+
+
+def _by_favour(stages: int) -> list[int]:
+    """Stages in the order in which they take one layer of the remainder; the last stage comes last."""
+    centre = (stages - 1) / 2
+    inner = sorted(range(1, stages - 1), key=lambda stage: (abs(stage - centre), -stage))
+    return [*inner, 0, stages - 1] if stages > 1 else [0]
