@@ -1,0 +1,135 @@
+"""The device seam: everything that differs between a CPU and a CUDA run, in one place.
+
+Elsewhere device and backend are values and there is one code path.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from megackpt.config.errors import UsageError
+
+
+class Event(Protocol):
+    """A mark in the work queue of the device."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None:
+        """Wait until the device has reached the mark."""
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        """Time on the device between two recorded marks that it has reached."""
+
+
+class _HostEvent:
+    """On a CPU work is done when its call returns, so a mark is a point in time."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+
+    def record(self) -> None:
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _HostEvent)
+        return (self.at - earlier.at) * 1e3
+
+
+class _CudaEvent:
+    def __init__(self) -> None:
+        self.event = torch.cuda.Event(enable_timing=True)
+
+    def record(self) -> None:
+        self.event.record()
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def milliseconds_since(self, earlier: Event) -> float:
+        assert isinstance(earlier, _CudaEvent)
+        return earlier.event.elapsed_time(self.event)
+
+
+@dataclass(frozen=True)
+class DeviceSeam:
+    """One device of this process and the communication backend that serves it."""
+
+    kind: str  # "cpu" or "cuda"
+    device: torch.device
+    backend: str  # "gloo" or "nccl"
+
+    @staticmethod
+    def create(kind: str | None = None, local_rank: int = 0, backend: str | None = None) -> DeviceSeam:
+        """The seam of this process; None means: CUDA if there is any, and the backend that fits the device.
+
+        Makes device `local_rank` the current one. Raises UsageError if the machine has no such device.
+        """
+        kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+        if kind not in ("cpu", "cuda"):
+            raise UsageError(f"--device {kind}: choose cpu or cuda")
+        backend = backend or ("nccl" if kind == "cuda" else "gloo")
+        if backend not in ("gloo", "nccl"):
+            raise UsageError(f"--distributed-backend {backend}: choose gloo or nccl")
+        if kind == "cpu":
+            if backend == "nccl":
+                raise UsageError("--distributed-backend nccl needs CUDA devices; choose gloo with --device cpu")
+            return DeviceSeam("cpu", torch.device("cpu"), backend)
+        count = torch.cuda.device_count()
+        if local_rank >= count:
+            raise UsageError(
+                f"--device cuda: this process is number {local_rank} on its machine, which has {count} CUDA"
+                f" devices; start at most {count} processes per machine" + ("" if count else " or --device cpu")
+            )
+        torch.cuda.set_device(local_rank)
+        return DeviceSeam("cuda", torch.device("cuda", local_rank), backend)
+
+    def synchronize(self) -> None:
+        """Wait until all work queued on the device is done."""
+        if self.kind == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def generator(self, seed: int) -> torch.Generator:
+        """A generator of its own on this device."""
+        return torch.Generator(device=self.device).manual_seed(seed)
+
+    def reset_peak(self) -> None:
+        """Forget the peak of allocated memory seen so far."""
+        if self.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+
+    def peak_bytes(self) -> int | None:
+        """Largest number of bytes allocated since `reset_peak`; None on a CPU, whose allocator does not count."""
+        return torch.cuda.max_memory_allocated(self.device) if self.kind == "cuda" else None
+
+    def allocated_bytes(self) -> int | None:
+        """Bytes allocated now; None on a CPU."""
+        return torch.cuda.memory_allocated(self.device) if self.kind == "cuda" else None
+
+    def total_bytes(self) -> int | None:
+        """Memory of the device; None on a CPU."""
+        return torch.cuda.get_device_properties(self.device).total_memory if self.kind == "cuda" else None
+
+    def event(self) -> Event:
+        """A new mark on the current stream, to be recorded."""
+        return _CudaEvent() if self.kind == "cuda" else _HostEvent()
+
+    def current_stream(self) -> torch.cuda.Stream | None:
+        """The stream that work is queued on; None on a CPU, where order is that of the calls."""
+        return torch.cuda.current_stream(self.device) if self.kind == "cuda" else None
+
+    def side_stream(self) -> torch.cuda.Stream | None:
+        """A new stream for work beside the current one; None on a CPU."""
+        return torch.cuda.Stream(self.device) if self.kind == "cuda" else None
+
+    def on_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+        """Queue what is called inside on `stream` (None: as it comes)."""
+        return nullcontext() if stream is None else torch.cuda.stream(stream)

@@ -1,0 +1,35 @@
+"""Meeting and parting of the processes: the default process group of torch.distributed."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megackpt.config.parallel import ParallelConfig
+from megackpt.mesh.device import DeviceSeam
+from megackpt.mesh.launch import LaunchEnvironment
+
+
+def init_process_group(parallel: ParallelConfig, launch: LaunchEnvironment, seam: DeviceSeam) -> None:
+    """Join the other processes of this run. A wait of more than `timeout_minutes` anywhere later is an error.
+
+    A process on its own needs no address: it meets itself in memory. The default group is not bound to a device,
+    so that its communicator, and those of the groups made later, are built by the ranks that use them only.
+    """
+    timeout = timedelta(minutes=parallel.timeout_minutes)
+    if launch.world_size == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(seam.backend, store=store, rank=0, world_size=1, timeout=timeout)
+        return
+    # torchrun's agent may host the store itself, which only its own environment tells: leave that to torch.
+    where = "env://" if launch.source == "torchrun" else f"tcp://{launch.master_address}:{launch.master_port}"
+    dist.init_process_group(
+        seam.backend, init_method=where, rank=launch.rank, world_size=launch.world_size, timeout=timeout
+    )
+
+
+def shutdown() -> None:
+    """Leave the default group and all others, if any was joined. Safe to call twice."""
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,184 @@
+"""Linear layers split over the tp axis, on a linear function of our own.
+
+Letters: s sequence, b micro-batch, in and out features, t tensor-parallel size.
+
+Why not F.linear: it hands its weight gradient to autograd, while ours goes to a sink (a flat fp32 buffer, a queue).
+A custom Function packs what it saves only after its body has run, so a replay that wants no more than those packs
+would run the product for nothing: our body asks the replay, before its kernel, whether the product is wanted. What is
+saved is the input exactly as it was passed (a transposed view of an attention output stays one, so the engine finds
+its storage) and the weight. The flattening to two dimensions is done anew in backward and costs nothing unless the
+input is not contiguous.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.nn import Module, Parameter
+
+from megackpt.mesh.process_mesh import Axis
+from megackpt.mesh.sink import GradientSink
+from megackpt.recompute import product_wanted
+from megackpt.tensor.collectives import launch_all_reduce
+from megackpt.tensor.context import TensorParallel
+from megackpt.tensor.parameters import new_parameter
+
+
+class _Linear(Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Tensor | None,
+        sink: GradientSink,
+        reduce_input_gradient: Axis | None,
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.parameter = weight  # under saved-tensor hooks what comes back from saved_tensors is not the Parameter
+        ctx.sink = sink
+        ctx.axis = reduce_input_gradient
+        matrix = weight.view(-1, weight.shape[-1])  # [out, in]
+        shape = (*x.shape[:-1], matrix.shape[0])
+        if not product_wanted(2):
+            return x.new_empty(shape)
+        rows = x.reshape(-1, x.shape[-1])
+        product = rows @ matrix.t() if bias is None else torch.addmm(bias, rows, matrix.t())
+        return product.view(shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        x, weight = ctx.saved_tensors
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad_weight = grad_bias = work = None
+        if ctx.needs_input_grad[0]:
+            grad_x = rows @ weight.view(-1, weight.shape[-1])
+            if ctx.axis is not None:
+                grad_x, work = launch_all_reduce(grad_x, ctx.axis)  # runs beside the weight gradient
+        if ctx.needs_input_grad[1]:
+            grad_weight = ctx.sink.weight_gradient(ctx.parameter, rows, x.reshape(-1, x.shape[-1]))
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        if work is not None:
+            work.wait()
+        return None if grad_x is None else grad_x.view(x.shape), grad_weight, grad_bias, None, None
+
+
+def linear(
+    x: Tensor,
+    weight: Parameter,
+    bias: Tensor | None,
+    sink: GradientSink,
+    reduce_input_gradient: Axis | None = None,
+) -> Tensor:
+    """`x @ weight.T + bias` with the weight gradient handed to `sink`.
+
+    `x` is [..., in], contiguous or not; `weight` [out, in], or [2, out/2, in] for a gated layer; `bias` [out] or None.
+    The result is [..., out], contiguous. With
+    `reduce_input_gradient` the input gradient is summed over that axis. Saves exactly (x, weight). Not twice
+    differentiable.
+    """
+    return _Linear.apply(x, weight, bias, sink, reduce_input_gradient)
+
+
+class ColumnLinear(Module):
+    """A linear layer whose output features are split: weight [out/t, in], x [s, b, in] -> [s, b, out/t].
+
+    `gated` makes room for a pair of equal parts (gate and up): weight [2, out/2/t, in] and bias [2, out/2/t], so that
+    each rank holds matching columns of both; the last dimension of the result is gate then up.
+    """
+
+    def __init__(
+        self,
+        tp: TensorParallel,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        std: float | None,
+        bias: bool = True,
+        gated: bool = False,
+        tied: bool = False,
+        counted: bool = True,
+        valid_rows: int | None = None,
+    ) -> None:
+        """`name` is the global name of the layer, which seeds its weights; `std` their deviation.
+
+        `std=None` leaves the weights uninitialised, for a checkpoint to fill; their record stands all the same.
+        `out_features` is that of all ranks together; it includes padded rows beyond `valid_rows`. Raises ValueError
+        if it does not divide over the ranks.
+        """
+        super().__init__()
+        parts = 2 if gated else 1
+        if out_features % (parts * tp.axis.size):
+            raise ValueError(
+                f"{name}: {out_features} output features do not divide into {parts} x {tp.axis.size} shards"
+            )
+        rows = (2, out_features // 2) if gated else (out_features,)
+        self.tp = tp
+        self.weight = new_parameter(
+            tp,
+            (*rows, in_features),
+            name=f"{name}.weight",
+            kind="normal",
+            std=std,
+            shard_dim=len(rows) - 1,
+            tied=tied,
+            counted=counted,
+            valid_rows=valid_rows,
+        )
+        self.bias: Parameter | None = None
+        if bias:
+            kind = None if std is None else "zeros"
+            self.bias = new_parameter(
+                tp, rows, name=f"{name}.bias", kind=kind, shard_dim=len(rows) - 1, decay=False, valid_rows=valid_rows
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, in] (gathered along s with sequence parallel) -> [s, b, out/t]."""
+        bias: Tensor | None = self.bias
+        if bias is not None and bias.dim() > 1:
+            bias = bias.view(-1)
+        return linear(x, self.weight, bias, self.tp.sink, self.tp.input_gradient_axis)
+
+
+class RowLinear(Module):
+    """A linear layer whose input features are split: weight [out, in/t], x [s, b, in/t] -> [s, b, out], a partial sum.
+
+    The plain product only: the sum over ranks is a step of its own after it (reduce_from_tp or
+    reduce_scatter_sequence), and `bias` [out], replicated, is to be added once, after that sum.
+    """
+
+    def __init__(
+        self,
+        tp: TensorParallel,
+        in_features: int,
+        out_features: int,
+        *,
+        name: str,
+        std: float | None,
+        bias: bool = True,
+    ) -> None:
+        """As for ColumnLinear; `in_features` is that of all ranks together."""
+        super().__init__()
+        if in_features % tp.axis.size:
+            raise ValueError(f"{name}: {in_features} input features do not divide into {tp.axis.size} shards")
+        self.tp = tp
+        shape = (out_features, in_features)
+        self.weight = new_parameter(tp, shape, name=f"{name}.weight", kind="normal", std=std, shard_dim=1)
+        self.bias: Parameter | None = None
+        if bias:
+            kind = None if std is None else "zeros"
+            self.bias = new_parameter(
+                tp, (out_features,), name=f"{name}.bias", kind=kind, decay=False, partial_under_sp=True
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [s, b, in/t] -> this rank's partial sum [s, b, out], without the bias."""
+        return linear(x, self.weight, None, self.tp.sink)
+
