@@ -1,0 +1,169 @@
+"""Handles: what autograd holds in the place of a saved tensor.
+
+* :class:`Kept`: the tensor itself, with the version it had; checked on use, because saved-tensor hooks switch
+  autograd's own in-place check off.
+* :class:`Internal`: a slot of a record (a tensor saved inside a dropped step), filled when the record replays.
+* :class:`View`: a dropped output seen through size, stride and offset.  All views of one storage share a
+  :class:`Box`, which holds the rebuilt value.
+
+Who holds whom (the whole memory behaviour follows from it)::
+
+    autograd node ─▶ View ─▶ Box ─▶ Cell ─▶ Record ─▶ inputs (Kept, or Cell + Box until replayed)
+    storage ─▶ Tag ─▶ Record (cut when the tape ends)      Record ┄▷ slots and cells (weak)
+
+A rebuilt value lives in a Box or an Internal, so it dies with the node that saved it; there are no use counts.
+A record that still has to replay also holds the boxes of its inputs, so that an input rebuilt for someone else
+is not rebuilt a second time.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megackpt.recompute.record import Record
+
+_OUTPUT_TAG = "_megackpt_tag"
+
+
+class ReplayError(RuntimeError):
+    """A replay could not give back what the forward saved.  The message names layer, step and tensor."""
+
+
+def version_of(tensor: Tensor) -> int:
+    """Version counter, or -1 for inference tensors, which have none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class Kept:
+    """A kept tensor.  ``outer`` is the pair of saved-tensor hooks that was active outside the tape: the tensor
+    passes through it, so that ``save_on_cpu`` and ``torch.utils.checkpoint`` around us keep working."""
+
+    __slots__ = ("_held", "_version", "_outer", "_where", "__weakref__")
+
+    def __init__(self, tensor: Tensor, where: str, outer: tuple[Any, Any] | None = None) -> None:
+        self._version = version_of(tensor)
+        self._outer = outer
+        self._where = where
+        # Detached: a saved output would otherwise hold its own node, a cycle no collector sees.
+        self._held = tensor.detach() if outer is None else outer[0](tensor)
+
+    def get(self) -> Tensor:
+        if self._outer is not None:
+            return self._outer[1](self._held)
+        held = self._held
+        if not self.unchanged:
+            raise RuntimeError(
+                f"a tensor kept for the backward of {self._where} was modified by an inplace operation: "
+                f"shape {tuple(held.shape)}, version {held._version}, expected {self._version}"
+            )
+        return held
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether nobody wrote into the tensor since it was kept (unknown, so True, behind outer hooks)."""
+        return self._outer is not None or self._version < 0 or self._held._version == self._version
+
+    @property
+    def storage(self) -> torch.UntypedStorage | None:
+        return self._held.untyped_storage() if self._outer is None else None
+
+
+class Internal:
+    """A tensor saved inside a dropped step; ``value`` is another handle once the record has replayed."""
+
+    __slots__ = ("record", "value", "meta", "__weakref__")
+
+    def __init__(self, record: Record, tensor: Tensor) -> None:
+        self.record = record
+        self.meta = (tensor.shape, tensor.dtype, tensor.device)
+        self.value: Kept | Internal | View | None = None
+
+
+class Cell:
+    """The identity of one dropped output storage of one record."""
+
+    __slots__ = ("record", "index", "box", "__weakref__")
+
+    def __init__(self, record: Record, index: int) -> None:
+        self.record = record
+        self.index = index
+        self.box: weakref.ref[Box] | None = None
+
+    def open(self) -> Box:
+        """The box that is alive now, or a fresh empty one."""
+        box = self.box() if self.box is not None else None
+        if box is None:
+            box = Box(self)
+            self.box = weakref.ref(box)
+        return box
+
+
+class Box:
+    """Where a rebuilt output storage lives: any tensor over it."""
+
+    __slots__ = ("cell", "value", "__weakref__")
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.value: Tensor | None = None
+
+
+class View:
+    """A dropped output as its consumer saw it."""
+
+    __slots__ = ("box", "size", "stride", "offset", "__weakref__")
+
+    def __init__(self, box: Box, tensor: Tensor) -> None:
+        self.box = box
+        self.size = tensor.size()
+        self.stride = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def over(self, base: Tensor) -> Tensor:
+        return base.as_strided(self.size, self.stride, self.offset)
+
+
+class Tag:
+    """Written on the storage object of a dropped output: says which record rebuilds it.
+
+    The Python object of a storage lives exactly as long as the storage and takes attributes, so no table of
+    addresses exists and a reused address cannot be mistaken.
+    """
+
+    __slots__ = ("record", "index", "dtype", "version", "_cell", "__weakref__")
+
+    def __init__(self, record: Record, index: int, tensor: Tensor) -> None:
+        self.record: Record | None = record
+        self.index = index
+        self.dtype = tensor.dtype
+        self.version = version_of(tensor)
+        self._cell: weakref.ref[Cell] | None = None
+
+    def cell(self) -> Cell:
+        cell = self._cell() if self._cell is not None else None
+        if cell is None:
+            assert self.record is not None
+            cell = Cell(self.record, self.index)
+            self._cell = weakref.ref(cell)
+            self.record.cells[self.index] = self._cell
+        return cell
+
+
+def write_tag(tensor: Tensor, tag: Tag) -> None:
+    setattr(tensor.untyped_storage(), _OUTPUT_TAG, tag)
+
+
+def live_tag(tensor: Tensor) -> Tag | None:
+    """The tag of a dropped output this tensor can be rebuilt from, else None: untagged, tag cut, changed in place
+    since its step ended, or seen through another type or a lazy conjugate."""
+    tag: Tag | None = getattr(tensor.untyped_storage(), _OUTPUT_TAG, None)
+    if tag is None or tag.record is None:
+        return None
+    if tensor.dtype != tag.dtype or version_of(tensor) != tag.version or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tag

@@ -1,0 +1,123 @@
+"""The tape: what one forward of a micro-batch on a chunk leaves for its backward.
+
+Opened by the pipeline around each forward, it applies the plan: every step that runs under it asks it for its
+decision.  It owns no tensor; what is kept hangs on the autograd graph and goes with it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from megackpt.plan import ChunkPlan
+from megackpt.recompute.account import KeptBytes
+from megackpt.recompute.context import LIVE, state
+from megackpt.recompute.handle import Kept, Tag
+from megackpt.recompute.record import Record
+from megackpt.recompute.rng import RngLedger
+
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+
+
+class Tape:
+    """Applies one chunk's plan to one forward.
+
+    ``ledger``: the random state that replays must reproduce (default: torch's own generators).
+    ``account``: also count the bytes kept, per storage, and book them there until the tape is closed; a plan that
+    keeps everything costs nothing without it.
+    ``clear_after_backward``: False for a caller that splits one backward into several calls on purpose.
+    """
+
+    def __init__(
+        self,
+        plan: ChunkPlan,
+        ledger: RngLedger | None = None,
+        *,
+        account: KeptBytes | None = None,
+        label: str = "",
+        clear_after_backward: bool = True,
+    ) -> None:
+        self.plan = plan
+        self.ledger = RngLedger() if ledger is None else ledger
+        self.label = label
+        self.clear_after_backward = clear_after_backward
+        self.live = account is not None or not plan.keeps_all
+        self.outer: tuple[Any, Any] | None = None
+        self._account = account
+        self._booked = 0
+        self._tags: list[weakref.ref[Tag]] = []
+        self._records: list[weakref.ref[Record]] = []
+        self._kept: dict[int, tuple[str, int]] = {}
+        self._previous: Tape | None = None
+        self._transparent = False
+
+    def __enter__(self) -> Tape:
+        self._transparent = state.inner != LIVE  # inside a dropped step: its replay, not we, decides
+        if not self._transparent:
+            self._previous = state.tape
+            if self._previous is None:
+                self.outer = _top_hooks(True)
+            else:
+                self.outer = self._previous.outer
+            state.tape = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._transparent:
+            return
+        state.tape, self._previous = self._previous, None
+        self.cut()
+        for ref in self._records:
+            record = ref()
+            if record is not None:
+                for a in record.inputs():
+                    if a.kept is not None:
+                        self.note_kept(a.kept, record.where)
+        self._records.clear()
+        if self._account is not None:
+            self._booked = self.saved_bytes()
+            self._account.add(self._booked)
+
+    def close(self) -> None:
+        """The backward of this forward has ended: nothing of it is kept any more."""
+        if self._account is not None:
+            self._account.add(-self._booked)
+            self._booked = 0
+
+    def cut(self) -> None:
+        """Cut storages loose from the steps that made them, else a detached output that somebody holds would hold
+        its step and the step's inputs."""
+        for ref in self._tags:
+            tag = ref()
+            if tag is not None:
+                tag.record = None
+        self._tags.clear()
+
+    def note_tag(self, tag: Tag) -> None:
+        self._tags.append(weakref.ref(tag))
+
+    def note_record(self, record: Record) -> None:
+        if self._account is not None:
+            self._records.append(weakref.ref(record))
+
+    def note_kept(self, kept: Kept, where: str) -> None:
+        """Count a kept tensor's storage, once, for the step that kept it first."""
+        if self._account is not None and (storage := kept.storage) is not None:
+            self._kept.setdefault(storage._cdata, (where, storage.nbytes()))
+
+    def saved_bytes(self) -> int:
+        """Bytes kept for backward: storages of kept tensors and of the inputs that dropped steps hold; parameters
+        and random states excluded.  Complete when the forward has ended; needs an ``account``."""
+        return sum(nbytes for _, nbytes in self._kept.values())
+
+    def report(self) -> dict[str, int]:
+        """Bytes kept by step (``layers.3 attn.core``), in the order of the forward."""
+        bytes_by_step: dict[str, int] = {}
+        for where, nbytes in self._kept.values():
+            bytes_by_step[where] = bytes_by_step.get(where, 0) + nbytes
+        return bytes_by_step
