@@ -1,0 +1,75 @@
+"""Self-attention as a chain of steps.
+
+s sequence, b micro-batch, h hidden, a heads, g key/value heads, d head size, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from megackpt.config.model import ModelConfig
+from megackpt.model.core import fused_core, unfused_core
+from megackpt.model.norm import make_norm
+from megackpt.model.residual import Residual, gather_step, reduce_step
+from megackpt.model.rope import rope_tables, unpack
+from megackpt.recompute import Scope
+from megackpt.tensor.context import TensorParallel
+from megackpt.tensor.linear import ColumnLinear, RowLinear
+
+
+class Attention(nn.Module):
+    """Norm, projection, core, projection, reduction, residual.  ``name`` is the global name (``layers.3.attn``)."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, name: str) -> None:
+        super().__init__()
+        self.config, self.tp = config, tp
+        heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
+        self.groups = groups // tp.axis.size
+        self.norm = make_norm(config, tp, f"{name}.norm")
+        self.qkv = ColumnLinear(
+            tp,
+            config.hidden_size,
+            (heads + 2 * groups) * d,
+            name=f"{name}.qkv",
+            std=config.init_method_std,
+            bias=config.add_bias_linear,
+        )
+        self.proj = RowLinear(
+            tp,
+            heads * d,
+            config.hidden_size,
+            name=f"{name}.proj",
+            std=config.init_method_std / (2.0 * config.num_layers) ** 0.5,
+            bias=config.add_bias_linear,
+        )
+        self.residual = Residual(config, tp, self.proj.bias)
+        self.rotated = int(d * config.rotary_percent) if config.position_embedding_type == "rope" else 0
+        if self.rotated:
+            tables = rope_tables(config.seq_length, self.rotated, config.rotary_base, tp.dtype, tp.device)
+            self.register_buffer("tables", tables, persistent=False)
+
+    def forward(self, step: Scope, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s/t, b, h]
+        y = step("attn.norm", self.norm, x)
+        y = gather_step(step, "attn.gather", self.tp, y)  # [s, b, h]
+        y = step("attn.qkv", self._project, y)  # [s, b, (a + 2g)/t, d], or packed by group where rope follows
+        if self.rotated:
+            y = step("attn.rope", self._rotate, y)  # [s, b, (a + 2g)/t, d]
+        y = step("attn.core", self._core, y)  # [s, b, a d / t]
+        y = step("attn.proj", self.proj, y)  # [s, b, h], partial
+        y = reduce_step(step, "attn.reduce", self.tp, y)  # [s/t, b, h]
+        return step("attn.residual", self.residual, x, y)
+
+    def _project(self, x: Tensor) -> Tensor:
+        y = self.qkv(x)
+        packed = y.view(*y.shape[:2], self.groups, -1, self.config.kv_channels)  # [s, b, g/t, r + 2, d]
+        return packed if self.rotated else unpack(packed, None)
+
+    def _rotate(self, packed: Tensor) -> Tensor:
+        return unpack(packed, self.tables[:, : packed.shape[0]])
+
+    def _core(self, flat: Tensor) -> Tensor:
+        p = self.config.attention_dropout if self.training else 0.0
+        stream = self.tp.attention_stream if p else None
+        if self.config.fused_attention:
+            return fused_core(flat, self.groups, p, stream)
+        return unfused_core(flat, self.groups, self.config.attention_softmax_in_fp32, p, stream)

@@ -1,0 +1,144 @@
+"""The two ends of the model: embedding on the first stage, head and loss on the last.
+
+s sequence, b micro-batch, h hidden, V padded vocabulary, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megackpt.config.model import ModelConfig
+from megackpt.model.norm import make_norm
+from megackpt.model.residual import gather_step
+from megackpt.recompute import at, dropout
+from megackpt.tensor.collectives import reduce_from_tp, reduce_scatter_sequence
+from megackpt.tensor.context import TensorParallel
+from megackpt.tensor.cross_entropy import vocab_parallel_cross_entropy
+from megackpt.tensor.embedding import VocabEmbedding
+from megackpt.tensor.linear import linear
+from megackpt.tensor.parameters import new_parameter
+
+
+class PositionEmbedding(nn.Module):
+    """One learned row per position, on every tensor-parallel rank."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, name: str) -> None:
+        super().__init__()
+        self.tp = tp
+        self.weight = new_parameter(
+            tp,
+            (config.max_position_embeddings, config.hidden_size),
+            name=f"{name}.weight",
+            kind="normal",
+            std=config.init_method_std,
+            partial_under_sp=True,
+        )
+
+    def forward(self, length: int) -> Tensor:  # -> [s/t, 1, h], the rows of this rank's part; saves nothing
+        if self.tp.sequence_parallel:
+            length //= self.tp.axis.size
+            return self.weight.narrow(0, self.tp.axis.index * length, length).unsqueeze(1)
+        return self.weight[:length].unsqueeze(1)
+
+
+class Embedding(nn.Module):
+    """Token ids [b, s] to hidden states [s/t, b, h]."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, vocab: int, *, tied: bool) -> None:
+        super().__init__()
+        self.p, self.tp = config.hidden_dropout, tp
+        padded = config.padded_vocab_size(vocab, tp.axis.size)
+        self.word = VocabEmbedding(
+            tp,
+            padded,
+            config.hidden_size,
+            name="embedding.word",
+            std=config.init_method_std,
+            valid_vocab=vocab,
+            tied=tied,
+        )
+        self.position = None
+        if config.position_embedding_type == "learned_absolute":
+            self.position = PositionEmbedding(config, tp, "embedding.position")
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        step = at("embedding")
+        x = step("embed.lookup", self._lookup, tokens)
+        return step("embed.dropout", self._dropout, x)
+
+    def _lookup(self, tokens: Tensor) -> Tensor:
+        partial_sum = self.word(tokens.t().contiguous())  # [s, b, h], zero for ids of other ranks
+        reduction = reduce_scatter_sequence if self.tp.sequence_parallel else reduce_from_tp
+        x = reduction(partial_sum, self.tp.axis)
+        return x if self.position is None else x + self.position(tokens.shape[1])
+
+    def _dropout(self, x: Tensor) -> Tensor:
+        return dropout(x, self.p, self.tp.hidden_stream if self.p else None, self.training)
+
+
+class TiedWord(nn.Module):
+    """The last stage's copy of a tied word embedding; its name is the embedding's own."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, vocab: int) -> None:
+        super().__init__()
+        self.weight = new_parameter(
+            tp,
+            (config.padded_vocab_size(vocab, tp.axis.size), config.hidden_size),
+            name="embedding.word.weight",
+            kind="normal",
+            std=config.init_method_std,
+            shard_dim=0,
+            tied=True,
+            counted=False,
+            valid_rows=vocab,
+        )
+
+
+class Head(nn.Module):
+    """Hidden states [s/t, b, h] and labels [b, s] to the loss of each token [s, b]."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, vocab: int, tied_weight: Parameter | None) -> None:
+        super().__init__()
+        self.tp, self.vocab = tp, vocab
+        self.norm = make_norm(config, tp, "head.norm")
+        self.weight: Parameter | None = None
+        self._tied = (tied_weight,)  # in a tuple: registered where it belongs
+        if tied_weight is None:
+            self.weight = new_parameter(
+                tp,
+                (config.padded_vocab_size(vocab, tp.axis.size), config.hidden_size),
+                name="head.weight",
+                kind="normal",
+                std=config.init_method_std,
+                shard_dim=0,
+                valid_rows=vocab,
+            )
+
+    def logits(self, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s, b, V/t]
+        step = at("head")
+        y = step("head.norm", self.norm, x)
+        y = gather_step(step, "head.gather", self.tp, y)
+        return step("head.logits", self._logits, y)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        loss = partial(vocab_parallel_cross_entropy, axis=self.tp.axis, valid_vocab=self.vocab)
+        return at("head")("head.loss", loss, self.logits(x), labels.t().contiguous())
+
+    def _logits(self, y: Tensor) -> Tensor:
+        weight = self.weight if self.weight is not None else self._tied[0]
+        assert weight is not None
+        return linear(y, weight, None, self.tp.sink, self.tp.input_gradient_axis)
+
+
+def masked_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Sum of the losses [s, b] of unmasked tokens and their number, both scalars; ``mask`` is [b, s].
+
+    A masked token contributes nothing, not even a NaN.
+    """
+    mask = mask.t()
+    total = torch.where(mask > 0, losses * mask, losses.new_zeros(())).sum()
+    return total, mask.sum(dtype=torch.float64)

@@ -1,0 +1,74 @@
+"""GPT cut into chunks: the forward is a loop over named children, absent ends are absent, names survive the cut.
+
+s sequence, b micro-batch, h hidden, t tensor-parallel size.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megackpt.config.model import ModelConfig
+from megackpt.model.attention import Attention
+from megackpt.model.ends import Embedding, Head, TiedWord
+from megackpt.model.mlp import MLP
+from megackpt.recompute import at, chain
+from megackpt.tensor.context import TensorParallel
+
+
+class Block(nn.Module):
+    """One transformer layer (pre-norm), [s/t, b, h] -> [s/t, b, h]; ``index`` counts over the whole model."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, index: int) -> None:
+        super().__init__()
+        self.step = at(f"layers.{index}")
+        self.attn = Attention(config, tp, f"layers.{index}.attn")
+        self.mlp = MLP(config, tp, f"layers.{index}.mlp")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.mlp(self.step, self.attn(self.step, x))
+
+
+class GPTChunk(nn.Module):
+    """The part of the model that one pipeline rank holds for one virtual stage."""
+
+    def __init__(
+        self, config: ModelConfig, tp: TensorParallel, vocab: int, layers: range, *, first: bool, last: bool
+    ) -> None:
+        super().__init__()
+        split_ends = first != last
+        self.embedding: nn.Module | None = None
+        if first:
+            self.embedding = Embedding(config, tp, vocab, tied=config.tie_embeddings and split_ends)
+        elif last and config.tie_embeddings:
+            self.embedding = nn.ModuleDict({"word": TiedWord(config, tp, vocab)})
+        self.layers = nn.ModuleDict({str(i): Block(config, tp, i) for i in layers})
+        self.head = Head(config, tp, vocab, self._tied_weight(config, last)) if last else None
+        self._first = first
+        self._chain = [(i, self.layers[str(i)]) for i in layers]
+
+    def _tied_weight(self, config: ModelConfig, last: bool) -> Parameter | None:
+        if not (last and config.tie_embeddings):
+            return None
+        assert self.embedding is not None
+        word = self.embedding["word"] if isinstance(self.embedding, nn.ModuleDict) else self.embedding.word
+        return word.weight  # type: ignore[return-value, union-attr]
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """Token ids [b, s] on the first chunk, else received hidden states [s/t, b, h] -> [s/t, b, h]."""
+        if self._first:
+            assert self.embedding is not None
+            x = self.embedding(x)
+        return chain(self._chain, x)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        """As :meth:`hidden`; on the last chunk the loss of each token, [s, b], for ``labels`` [b, s]."""
+        x = self.hidden(x)
+        return x if self.head is None else self.head(x, labels)
+
+
+def build_chunk(
+    config: ModelConfig, tp: TensorParallel, vocab: int, layers: range, *, first: bool, last: bool
+) -> GPTChunk:
+    """A chunk with the global ``layers``, its weights filled as every other layout would fill them."""
+    return GPTChunk(config, tp, vocab, layers, first=first, last=last)

@@ -1,0 +1,45 @@
+"""The steps that join the split parts of a layer to its residual stream."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from megackpt.config.model import ModelConfig
+from megackpt.recompute import Scope, dropout
+from megackpt.tensor.collectives import gather_sequence, reduce_from_tp, reduce_scatter_sequence
+from megackpt.tensor.context import TensorParallel
+
+
+class Residual(nn.Module):
+    """x + dropout(y + bias).  Saves nothing but the mask, if the plan keeps that.
+
+    ``bias`` belongs to the row-parallel layer before the reduction and must be added once, after it.
+    """
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, bias: Parameter | None) -> None:
+        super().__init__()
+        self.p, self.tp = config.hidden_dropout, tp
+        self._bias = (bias,)  # in a tuple: the parameter is registered where it belongs, not here again
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:  # [s/t, b, h] twice
+        bias = self._bias[0]
+        if bias is not None:
+            y = y + bias
+        return x + dropout(y, self.p, self.tp.hidden_stream if self.p else None, self.training)
+
+
+def gather_step(step: Scope, name: str, tp: TensorParallel, x: Tensor) -> Tensor:
+    """[s/t, b, h] -> [s, b, h]: a step of its own under sequence parallelism, else nothing at all."""
+    return step(name, partial(gather_sequence, axis=tp.axis), x) if tp.sequence_parallel else x
+
+
+def reduce_step(step: Scope, name: str, tp: TensorParallel, x: Tensor) -> Tensor:
+    """Sum of the partial results [s, b, h]: each rank's part [s/t, b, h] under sequence parallelism, else all of
+    it on each rank.  No step when t = 1."""
+    if tp.axis.size == 1:
+        return x
+    reduction = reduce_scatter_sequence if tp.sequence_parallel else reduce_from_tp
+    return step(name, partial(reduction, axis=tp.axis), x)
