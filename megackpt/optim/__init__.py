@@ -1,0 +1,29 @@
+"""Gradients of a step from accumulation to update: buffer, reduction, norm, AdamW, learning rate.
+
+In the order of a step (each line is one function or method of this room)::
+
+    buffer.zero_()
+    ...forward and backward of n micro-batches; the buffer is the model's gradient sink...
+    finish(buffer, mesh, sequence_parallel=..., scale=1 / tokens)
+    statistics = gradient_statistics(buffer, mesh)
+    clip_(buffer, statistics.norm, max_norm)
+    optimizer.step(learning_rate(consumed_samples))
+"""
+
+from megackpt.optim.adamw import MasterAdamW
+from megackpt.optim.buffer import GradientBuffer
+from megackpt.optim.finalize import finish
+from megackpt.optim.lr_schedule import LearningRate
+from megackpt.optim.norm import GradientStatistics, clip_, clip_coefficient, gradient_statistics, params_norm
+
+__all__ = [
+    "GradientBuffer",
+    "GradientStatistics",
+    "LearningRate",
+    "MasterAdamW",
+    "clip_",
+    "clip_coefficient",
+    "finish",
+    "gradient_statistics",
+    "params_norm",
+]

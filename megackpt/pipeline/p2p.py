@@ -1,0 +1,135 @@
+"""Point-to-point transfers between neighbouring stages: one link per direction, in program order, with a hard
+end.
+
+Forward and backward messages use groups of their own, so crossing sends never queue behind each other in one
+communicator. Within a link both ends call in the order of the schedule: one isend per tensor here, one irecv
+per tensor there. The receiver always has the next message posted, so a sender never waits for the receiver's
+computation to end unless it runs two messages ahead.
+
+gloo blocks the host until a transfer is done, and so carries the time-out itself. NCCL orders transfers on
+the stream: waiting costs the host nothing, and `finish` looks at the end of a run whether they all came
+through.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megackpt.mesh.process_mesh import Axis
+from megackpt.pipeline.boundary import Boundary
+from megackpt.pipeline.errors import Progress
+from megackpt.plan.schedule import Action
+
+_POLL_S = 0.001
+
+
+class Link:
+    """One direction between this rank and one neighbour (`peer` is its index on the axis)."""
+
+    def __init__(self, axis: Axis, peer: int, device: torch.device, timeout_s: float, progress: Progress) -> None:
+        if axis.group is None:
+            raise ValueError("a link needs a group; an axis of size 1 has none")
+        self.group, self.peer, self.peer_rank = axis.group, peer, axis.ranks[peer]
+        self.stream_ordered = dist.get_backend(axis.group) == "nccl"
+        self.device = device
+        self.carrier = device if self.stream_ordered else torch.device("cpu")  # gloo moves host memory only
+        self.progress = progress
+        self._limit = timedelta(seconds=timeout_s)
+        self._issued: list[tuple[str, Action | None, dist.Work]] = []
+
+    def isend(self, tensor: Tensor) -> dist.Work | None:
+        """Start to send; None for a tensor without elements, which is not sent at all."""
+        return dist.isend(tensor, group=self.group, group_dst=self.peer) if tensor.numel() else None
+
+    def irecv(self, tensor: Tensor) -> dist.Work | None:
+        """Start to receive into `tensor`; None for a tensor without elements."""
+        return dist.irecv(tensor, group=self.group, group_src=self.peer) if tensor.numel() else None
+
+    def wait(self, verb: str, action: Action | None, works: Sequence[dist.Work | None]) -> None:
+        """Until the transfers are done (gloo), or until the stream will not run ahead of them (NCCL)."""
+        self.progress.enter(verb, action, self.peer_rank)
+        for work in works:
+            if work is None:
+                continue
+            if self.stream_ordered:
+                work.wait()
+                self._issued.append((verb, action, work))
+            else:
+                work.wait(self._limit)
+
+    def finish(self) -> None:
+        """All waited-for transfers have really happened. Raises TimeoutError, with the first that has not
+        entered.
+        """
+        end = time.monotonic() + self._limit.total_seconds()
+        for verb, action, work in self._issued:
+            self.progress.enter(verb, action, self.peer_rank)
+            while not work.is_completed():
+                if time.monotonic() > end:
+                    raise TimeoutError(f"timed out after {self._limit.total_seconds():g} s")
+                time.sleep(_POLL_S)
+        self._issued.clear()
+
+
+class Outbox:
+    """Messages on their way out, oldest first. Each tensor is kept alive until it has left, no longer."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._leaving: deque[tuple[Action, list[dist.Work | None], list[Tensor]]] = deque()
+
+    def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
+        """Start to send the result of `action`. The caller should drop its own references."""
+        self._link.progress.enter("send", action, self._link.peer_rank)
+        carried = [tensor.detach().contiguous().to(self._link.carrier) for tensor in tensors]
+        self._leaving.append((action, [self._link.isend(tensor) for tensor in carried], carried))
+
+    def settle(self, allowed: int = 0) -> None:
+        """Wait until at most `allowed` messages are still leaving; free the others."""
+        while len(self._leaving) > allowed:
+            action, works, _ = self._leaving[0]
+            self._link.wait("send", action, works)
+            self._leaving.popleft()
+
+    def finish(self) -> None:
+        self.settle()
+        self._link.finish()
+
+
+class Inbox:
+    """Messages to come, in the order of the schedule; the next one is always posted."""
+
+    def __init__(self, link: Link, expected: Sequence[tuple[Action, Boundary]]) -> None:
+        self._link = link
+        self._expected: Iterator[tuple[Action, Boundary]] = iter(expected)
+        self._posted: tuple[Action, list[Tensor], list[dist.Work | None]] | None = None
+        self._post()
+
+    def receive(self, action: Action) -> tuple[Tensor, ...]:
+        """The message that `action` needs: fresh tensors on the device. Posts the next one first."""
+        if self._posted is None or self._posted[0] != action:
+            raise RuntimeError(f"{action} asks for a message out of the schedule's order")
+        _, tensors, works = self._posted
+        self._link.wait("recv", action, works)
+        self._post()
+        return tuple(tensor.to(self._link.device) for tensor in tensors)
+
+    def _post(self) -> None:
+        following = next(self._expected, None)
+        self._posted = None
+        if following is None:
+            return
+        action, boundary = following
+        self._link.progress.enter("recv", action, self._link.peer_rank)
+        tensors = [spec.empty(self._link.carrier) for spec in boundary]
+        self._posted = (action, tensors, [self._link.irecv(tensor) for tensor in tensors])
+
+    def finish(self) -> None:
+        self._link.finish()
