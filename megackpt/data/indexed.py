@@ -1,0 +1,249 @@
+"""Tokenised documents on disk: `<prefix>.bin` (raw tokens) and `<prefix>.idx` (MMIDIDX version 1).
+
+The `.idx` file, little-endian, arrays unaligned; S sequences, D document bounds (documents + 1):
+
+    offset          bytes  content
+    0               9      magic `MMIDIDX\\0\\0`
+    9               8      uint64 version, 1
+    17              1      uint8 dtype code (DTYPES)
+    18              8      uint64 S
+    26              8      uint64 D
+    34              4S     int32 tokens per sequence
+    34+4S           8S     int64 byte offset of each sequence in .bin
+    34+12S          8D     int64 first sequence of each document, then S
+    34+12S+8D       S      int8 modes, optional, ignored here
+
+It is Megatron-LM's format: files written there are read here, and ours are byte-identical to its own. Byte
+offsets and token counts are 64-bit throughout. The unit here is the document; a document of several sequences
+is read as their concatenation.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from array import array
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from megackpt.config.errors import UsageError
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
+_HEADER_BYTES = 34
+_MAX_SEQUENCE = 2**31 - 1
+
+
+def token_dtype(vocab_size: int | None) -> np.dtype[np.generic]:
+    """The type that holds a vocabulary on disk: uint16 below 65,500 tokens, else int32."""
+    return np.dtype("<u2") if vocab_size is not None and vocab_size < 65_500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """Read-only documents, memory-mapped.
+
+    `lengths` is the token count of each document (int64 [documents]). Opening validates the whole index
+    (magic, version, sizes, monotone offsets, bounds of `.bin`, integer tokens) and raises UsageError with the
+    file and the figure that is wrong, so that a damaged file is found before training and not in its middle.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        index_path, data_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
+        _require_files(self.prefix, index_path, data_path)
+        lengths, pointers, bounds, self.dtype = _read_index(index_path)
+        data_bytes = data_path.stat().st_size
+        _check_sequences(index_path, lengths, pointers, bounds, self.dtype.itemsize, data_bytes)
+
+        totals = np.zeros(len(lengths) + 1, dtype=np.int64)
+        np.cumsum(lengths, out=totals[1:])
+        self.lengths: NDArray[np.int64] = totals[bounds[1:]] - totals[bounds[:-1]]
+        # First token of each document, counted in tokens; an empty one at the end has no sequence to point at.
+        first = np.append(pointers, np.int64(0))[bounds[:-1]] // self.dtype.itemsize
+        self._first: NDArray[np.int64] = first
+        self._data = _map_tokens(data_path, self.dtype, data_bytes // self.dtype.itemsize)
+
+    def __len__(self) -> int:
+        """Number of documents."""
+        return len(self.lengths)
+
+    @property
+    def total_tokens(self) -> int:
+        return int(self.lengths.sum())
+
+    def get(self, document: int, offset: int = 0, length: int | None = None) -> NDArray[np.generic]:
+        """Tokens [offset, offset + length) of a document, in the type on disk, as a view of the mapped file."""
+        size = int(self.lengths[document])
+        stop = size if length is None else offset + length
+        if not 0 <= offset <= stop <= size:
+            raise IndexError(f"tokens {offset} to {stop} of document {document}, which has {size}: {self.prefix}")
+        first = int(self._first[document])
+        return self._data[first + offset : first + stop]
+
+    def digest(self) -> str:
+        """Digest of what the order of samples depends on: the length of every document."""
+        return hashlib.blake2b(self.lengths.tobytes(), digest_size=16).hexdigest()
+
+
+def _require_files(prefix: str, index_path: Path, data_path: Path) -> None:
+    for path in (index_path, data_path):
+        if path.is_file():
+            continue
+        guesses = [prefix.removesuffix(".bin").removesuffix(".idx"), prefix + "_text_document"]
+        found = [guess for guess in guesses if Path(guess + ".idx").is_file() and guess != prefix]
+        hint = f"; did you mean {found[0]}" if found else "; tools/preprocess_data.py makes such files"
+        raise UsageError(f"--data-path {prefix}: there is no file {path}{hint}")
+
+
+def _map_tokens(path: Path, dtype: np.dtype[np.generic], count: int) -> NDArray[np.generic]:
+    # An empty file cannot be mapped. The plain array view avoids the cost of memmap's own slicing.
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r", shape=(count,))) if count else np.empty(0, dtype)
+
+
+def _read_index(path: Path) -> tuple[NDArray[np.int32], NDArray[np.int64], NDArray[np.int64], np.dtype[np.generic]]:
+    """(sequence lengths, sequence byte offsets, document bounds, token dtype) after checks of the header."""
+    size = path.stat().st_size
+    if size < _HEADER_BYTES:
+        raise UsageError(f"{path}: {size} bytes is less than the header of an index ({_HEADER_BYTES} bytes)")
+    raw = np.memmap(path, dtype=np.uint8, mode="r")
+    header = raw[:_HEADER_BYTES].tobytes()
+    if header[:9] != MAGIC:
+        raise UsageError(f"{path}: is not an indexed dataset (it begins with {header[:9]!r}, not {MAGIC!r})")
+    version = int.from_bytes(header[9:17], "little")
+    if version != VERSION:
+        raise UsageError(f"{path}: index version {version}, only version {VERSION} is known")
+    code = header[17]
+    if code not in DTYPES or np.dtype(DTYPES[code]).kind == "f":
+        raise UsageError(f"{path}: token type code {code} is not an integer type (1 to 5 or 8)")
+    sequences = int.from_bytes(header[18:26], "little")
+    documents = int.from_bytes(header[26:34], "little")
+    expected = _HEADER_BYTES + 12 * sequences + 8 * documents
+    if size not in (expected, expected + sequences):
+        raise UsageError(
+            f"{path}: {size} bytes, but {sequences} sequences and {documents} document bounds take {expected}"
+            " (or one byte more per sequence with modes): the file is damaged or cut off"
+        )
+    lengths = np.frombuffer(raw, "<i4", sequences, _HEADER_BYTES)
+    pointers = np.frombuffer(raw, "<i8", sequences, _HEADER_BYTES + 4 * sequences)
+    bounds = np.frombuffer(raw, "<i8", documents, _HEADER_BYTES + 12 * sequences)
+    return lengths, pointers, bounds, np.dtype(DTYPES[code])
+
+
+def _check_sequences(
+    path: Path,
+    lengths: NDArray[np.int32],
+    pointers: NDArray[np.int64],
+    bounds: NDArray[np.int64],
+    itemsize: int,
+    data_bytes: int,
+) -> None:
+    """Refuse an index whose parts contradict each other or the size of the data file."""
+    sequences = len(lengths)
+    if len(bounds) == 0 or bounds[0] != 0 or bounds[-1] != sequences or bool(np.any(np.diff(bounds) < 0)):
+        raise UsageError(f"{path}: document bounds must rise from 0 to the number of sequences, {sequences}")
+    if sequences == 0:
+        return
+    if int(lengths.min()) < 0:
+        raise UsageError(f"{path}: sequence {int(lengths.argmin())} has the length {int(lengths.min())}")
+    ends = pointers + lengths.astype(np.int64) * itemsize
+    if int(pointers[0]) < 0 or bool(np.any(pointers % itemsize)) or bool(np.any(pointers[1:] < ends[:-1])):
+        raise UsageError(f"{path}: byte offsets must rise, not overlap, and be multiples of {itemsize}")
+    if int(ends[-1]) > data_bytes:
+        raise UsageError(
+            f"{path}: the last sequence ends at byte {int(ends[-1])}, but {path.with_suffix('.bin')} has {data_bytes}"
+        )
+    gaps = pointers[1:] != ends[:-1]
+    inside = np.ones(sequences, dtype=bool)
+    inside[bounds[:-1][bounds[:-1] < sequences]] = False  # first sequences of documents may follow a gap
+    if bool(np.any(gaps & inside[1:])):
+        raise UsageError(f"{path}: the sequences of one document must lie next to each other in the .bin file")
+
+
+class IndexedWriter:
+    """Writes `<prefix>.bin` and `<prefix>.idx`; both appear under their names only when complete.
+
+    Use as a context manager: on an exception the partial files are removed. `add(tokens)` appends a document.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype[np.generic]) -> None:
+        code = next((c for c, name in DTYPES.items() if np.dtype(name) == np.dtype(dtype)), None)
+        if code is None or np.dtype(dtype).kind == "f":
+            raise UsageError(f"tokens cannot be stored as {np.dtype(dtype)}: use uint16 or int32")
+        self.prefix = os.fspath(prefix)
+        self.dtype = np.dtype(DTYPES[code])
+        self.documents = 0
+        self.total_tokens = 0
+        self._code = code
+        self._lengths = array("i")
+        self._limits = np.iinfo(self.dtype)
+        self._partial = f"{self.prefix}.partial-{os.getpid()}"
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._data: BinaryIO = Path(self._partial + ".bin").open("wb", buffering=1 << 20)  # noqa: SIM115  closed by close() or abort()
+
+    def add(self, tokens: ArrayLike) -> None:
+        """Append one document. Raises UsageError for ids that the type on disk cannot hold."""
+        values = np.asarray(tokens, dtype=np.int64)
+        if values.size > _MAX_SEQUENCE:
+            raise UsageError(f"a document of {values.size} tokens is longer than the format's {_MAX_SEQUENCE}")
+        if values.size:
+            low, high = int(values.min()), int(values.max())
+            if low < self._limits.min or high > self._limits.max:
+                raise UsageError(f"token ids {low} to {high} do not fit into {self.dtype} ({self.prefix}.bin)")
+        self._data.write(values.astype(self.dtype).tobytes())
+        self._lengths.append(values.size)
+        self.documents += 1
+        self.total_tokens += values.size
+
+    def close(self) -> None:
+        """Write the index, sync both files and give them their names (the index last)."""
+        try:
+            _sync_and_close(self._data)
+            with Path(self._partial + ".idx").open("wb") as index:
+                self._write_index(index)
+                index.flush()
+                os.fsync(index.fileno())
+            # An old index must never be seen beside new tokens.
+            Path(self.prefix + ".idx").unlink(missing_ok=True)
+            os.replace(self._partial + ".bin", self.prefix + ".bin")
+            os.replace(self._partial + ".idx", self.prefix + ".idx")
+        except BaseException:
+            self.abort()
+            raise
+
+    def _write_index(self, index: BinaryIO) -> None:
+        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
+        pointers = np.zeros(len(lengths) + 1, dtype="<i8")
+        np.cumsum(lengths.astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
+        index.write(MAGIC + VERSION.to_bytes(8, "little") + bytes([self._code]))
+        index.write(len(lengths).to_bytes(8, "little") + (len(lengths) + 1).to_bytes(8, "little"))
+        index.write(lengths.astype("<i4").tobytes())
+        index.write(pointers[:-1].tobytes())
+        index.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
+
+    def abort(self) -> None:
+        """Remove what was written so far."""
+        self._data.close()
+        for suffix in (".bin", ".idx"):
+            Path(self._partial + suffix).unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.abort()
+
+
+def _sync_and_close(stream: BinaryIO) -> None:
+    stream.flush()
+    os.fsync(stream.fileno())
+    stream.close()

@@ -1,0 +1,135 @@
+"""Names under a checkpoint root, and the moves between them that a crash cannot tear.
+
+.iter_0000010.tmp-<nonce>   being written              removed at the next start
+iter_0000010                whole                      appears by one rename
+.iter_0000010.old-<nonce>   replaced by a newer save   exists only between two renames and the removal
+latest_checkpointed_iteration.txt                      replaced last, so it never names what is not there
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from pathlib import Path
+
+from torch.distributed import ProcessGroup
+
+from megackpt.persist.agree import CheckpointError, Ranks
+
+TRACKER = "latest_checkpointed_iteration.txt"
+MANIFEST = "manifest.json"
+_WHOLE = re.compile(r"iter_(\d{7,})")
+_TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-\w+")
+_REPLACED = re.compile(r"\.(iter_\d{7,})\.old-\w+")
+
+
+def directory_name(iteration: int) -> str:
+    """`iter_0000010` for 10."""
+    return f"iter_{iteration:07d}"
+
+
+def saved_iterations(root: Path) -> list[int]:
+    """Iterations that have a directory under `root`, ascending. Says nothing about whether they are whole."""
+    if not root.is_dir():
+        return []
+    matches = [_WHOLE.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()]
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def tracked_iteration(root: Path) -> int | None:
+    """What the tracker file says; None if there is none. Raises CheckpointError if it is not a number."""
+    try:
+        text = (root / TRACKER).read_bytes().decode("ascii", "replace").strip()
+    except FileNotFoundError:
+        return None
+    if not text.isdigit():
+        raise CheckpointError(f"{TRACKER} holds {text[:40]!r}, not an iteration number")
+    return int(text)
+
+
+def latest_iteration(root: str | Path) -> int | None:
+    """The iteration a load would try first: the tracker's if its directory exists, else the newest one. None if none.
+
+    Reads names only; whether the checkpoint is whole is for `load` to find out.
+    """
+    root = Path(root)
+    saved = saved_iterations(root)
+    try:
+        tracked = tracked_iteration(root)
+    except CheckpointError:
+        tracked = None
+    if tracked in saved:
+        return tracked
+    return max((i for i in saved if (root / directory_name(i) / MANIFEST).is_file()), default=None)
+
+
+def prepare_directory(root: str | Path, group: ProcessGroup | None = None) -> list[str]:
+    """Clear what an interrupted save left under the save root; returns what was done, one line each.
+
+    Called by all ranks at the start of a run that saves, before it loads: never by one that only reads, since the
+    root may then belong to a run that is writing. An old checkpoint whose replacement did not arrive is put back.
+    """
+    return Ranks(group).from_first("prepare the save directory", lambda: _recover(Path(root)))
+
+
+def _recover(root: Path) -> list[str]:
+    done = []
+    for entry in sorted(root.iterdir()) if root.is_dir() else []:
+        replaced = _REPLACED.fullmatch(entry.name)
+        if replaced and not (root / replaced[1]).exists():
+            os.rename(entry, root / replaced[1])
+            done.append(f"put {replaced[1]} back: a save that was to replace it was interrupted")
+        elif replaced or _TEMPORARY.fullmatch(entry.name):
+            shutil.rmtree(entry, ignore_errors=True)
+            done.append(f"removed {entry.name}, left over from an interrupted save")
+    if done:
+        sync_directory(root)
+    return done
+
+
+def begin(root: Path, iteration: int) -> Path:
+    """Make the temporary directory that a save of `iteration` writes into."""
+    temporary = root / f".{directory_name(iteration)}.tmp-{secrets.token_hex(4)}"
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def commit(root: Path, temporary: Path, iteration: int) -> Path:
+    """Turn a complete temporary directory into the checkpoint of `iteration`, then point the tracker at it."""
+    final = root / directory_name(iteration)
+    replaced = root / f".{final.name}.old-{secrets.token_hex(4)}" if final.exists() else None
+    if replaced is not None:
+        os.rename(final, replaced)
+    try:
+        os.rename(temporary, final)
+    except OSError:
+        if replaced is not None:
+            os.rename(replaced, final)
+        raise
+    sync_directory(root)
+    write_durably(root / TRACKER, str(iteration).encode())
+    if replaced is not None:
+        shutil.rmtree(replaced, ignore_errors=True)
+    return final
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Replace the file at `path` so that after a crash either the old or the new content is there."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make renames and new names in `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

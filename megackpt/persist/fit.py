@@ -1,0 +1,99 @@
+"""Does a checkpoint fit this run? Every way in which it does not is named, with the tensor and the flag."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from megackpt.config.errors import UsageError
+from megackpt.persist.manifest import Manifest, StoredTensor
+from megackpt.persist.state import Piece, group_of
+from megackpt.persist.tensor_file import DTYPE_NAMES
+
+_NAMED = 5  # keys that a message lists in full
+_LEFT_OUT = {
+    "model": "model weights; is it a checkpoint of a training run?",
+    "optimizer": "optimizer state (saved with --no-save-optim): give --no-load-optim to begin with a fresh one",
+    "rng": "RNG states (saved with --no-save-rng): give --no-load-rng to begin from the seed",
+}
+
+
+@dataclass(frozen=True)
+class Fit:
+    """What this rank reads: `pieces`, after zeroing `padding` (views of rows that the checkpoint does not have)."""
+
+    pieces: list[Piece]
+    padding: list[Tensor]
+    messages: list[str]
+
+
+def check_fit(
+    directory: Path,
+    manifest: Manifest,
+    pieces: Sequence[Piece],
+    keys: set[str],
+    wanted: Collection[str],
+    strict: bool,
+) -> Fit:
+    """Compare this rank's wanted `pieces`, and the `keys` that all ranks want together, with a checkpoint.
+
+    Raises UsageError naming what is missing, surplus or of another shape.
+    """
+    for group in sorted({group_of(key) for key in keys} - manifest.groups):
+        raise UsageError(f"{directory} has no {_LEFT_OUT[group]}")
+    missing = sorted(keys - set(manifest.tensors))
+    surplus = sorted(key for key in manifest.tensors if group_of(key) in wanted and key not in keys)
+    messages = []
+    if missing:
+        messages.append(f"{directory} lacks {_listed(missing)}, which this run has")
+    if surplus:
+        messages.append(f"{directory} has {_listed(surplus)}, which this run has not")
+    if messages and strict:
+        raise UsageError(
+            "\n".join(messages) + "\nthe model flags (such as --num-layers) must be those of that run"
+        )
+    present = [piece for piece in pieces if piece.key in manifest.tensors]
+    misfits = [fault for piece in present if (fault := _misfit(piece, manifest.tensors[piece.key]))]
+    if misfits:
+        raise UsageError(f"{directory} does not fit this run: " + _listed(misfits, "; "))
+    padding = [
+        rows for piece in present if (rows := _uncovered(piece, manifest.tensors[piece.key])) is not None
+    ]
+    return Fit(present, padding, messages + _conversions(present, manifest))
+
+
+def _misfit(piece: Piece, stored: StoredTensor) -> str | None:
+    """Shapes must agree, but for the padding rows of a table whose valid rows do."""
+    own = piece.global_shape
+    if own == stored.shape:
+        return None
+    if piece.valid_rows is not None and stored.valid_rows is not None and own[1:] == stored.shape[1:]:
+        if piece.valid_rows == stored.valid_rows:
+            return None
+        return f"{piece.key} has {stored.valid_rows} rows there and {piece.valid_rows} here (--vocab-size)"
+    return f"{piece.key} has shape {list(stored.shape)} there and {list(own)} here"
+
+
+def _uncovered(piece: Piece, stored: StoredTensor) -> Tensor | None:
+    """View of the piece's rows beyond the stored ones: padding that another padded size has added."""
+    if piece.global_shape == stored.shape:
+        return None
+    covered = max(0, stored.shape[0] - piece.offsets[0])
+    return piece.tensor.detach()[covered:]
+
+
+def _conversions(pieces: Sequence[Piece], manifest: Manifest) -> list[str]:
+    kinds: dict[tuple[str, str], list[str]] = {}
+    for piece in pieces:
+        there, here = manifest.tensors[piece.key].dtype, DTYPE_NAMES[piece.tensor.dtype]
+        if there != here:
+            kinds.setdefault((there, here), []).append(piece.key)
+    return [f"converted from {a} to {b}: {_listed(keys)}" for (a, b), keys in kinds.items()]
+
+
+def _listed(items: Sequence[str], separator: str = ", ") -> str:
+    rest = len(items) - _NAMED
+    return separator.join(items[:_NAMED]) + (f" and {rest} more" if rest > 0 else "")

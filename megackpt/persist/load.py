@@ -1,0 +1,182 @@
+"""Loading: find a whole checkpoint, check that it fits, fill the given tensors.
+
+Files are checked against the manifest's digests before anything is read (the work is shared among ranks). If the
+checkpoint that the tracker names is not whole, the newest whole one before it is taken and the report says so.
+Tensors go to whatever layout asks for them; only the states of RNG streams mean nothing on another layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
+
+from megackpt.config.errors import UsageError
+from megackpt.mesh.process_mesh import ProcessMesh
+from megackpt.persist import directory
+from megackpt.persist.agree import CheckpointError, Ranks, through_dcp
+from megackpt.persist.fit import Fit, check_fit
+from megackpt.persist.manifest import Manifest
+from megackpt.persist.planner import PieceLoadPlanner, as_state_dict
+from megackpt.persist.state import GROUPS, RunState, group_of, layout_of, pieces_of
+from megackpt.persist.storage import RUN_FILE, ShardReader
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """What was loaded. `messages` are for the user, on one rank; they are the same on all.
+
+    `rng_loaded` False means that this run's RNG streams still stand where its seed put them.
+    """
+
+    iteration: int
+    directory: Path
+    extra: dict[str, Any]
+    messages: tuple[str, ...]
+    rng_loaded: bool
+
+
+@dataclass(frozen=True)
+class _Found:
+    directory: Path
+    manifest: Manifest
+    run: dict[str, Any]
+
+
+def load(
+    root: str | Path,
+    state: RunState,
+    mesh: ProcessMesh,
+    *,
+    want: Collection[str] = GROUPS,
+    strict: bool = True,
+    iteration: int | None = None,
+    group: ProcessGroup | None = None,
+) -> LoadReport | None:
+    """Fill the tensors of `state` from the newest whole checkpoint under `root`; None if there is none at all.
+
+    Called by all ranks together. `want`: which of "model", "optimizer", "rng" to read; tensors of other groups stay
+    as they are (`--finetune` wants the model, `--no-load-optim` all but the optimizer). `iteration`: this one and
+    no other. With `strict` every wanted key must be on both sides; without, missing and surplus ones are reported.
+    Raises UsageError if the checkpoint does not fit the run (naming tensors, shapes and flags), CheckpointError if
+    there are checkpoints and none is whole. After an error while reading, the tensors hold neither old nor new.
+    """
+    root, ranks, wanted = Path(root), Ranks(group), frozenset(want)
+    if unknown := wanted - set(GROUPS):
+        raise ValueError(f"want has {sorted(unknown)}; a checkpoint has {', '.join(GROUPS)}")
+    pieces = [p for p in ranks.together("load", lambda: pieces_of(state, mesh)) if p.group in wanted]
+    found, messages = _find(ranks, root, iteration)
+    if found is None:
+        return None
+    keys = set().union(*ranks.gather([piece.key for piece in pieces]))
+    saved_layout, rng_keys = found.run["layout"], {key for key in keys if group_of(key) == "rng"}
+    if rng_keys and "rng" in found.manifest.groups and saved_layout != layout_of(mesh):
+        wanted, keys = wanted - {"rng"}, keys - rng_keys
+        pieces = [piece for piece in pieces if piece.key in keys]
+        messages.append(_other_layout(saved_layout, layout_of(mesh)))
+    fit = ranks.together(
+        "load", lambda: check_fit(found.directory, found.manifest, pieces, keys, wanted, strict)
+    )
+    messages += _union(ranks.gather(fit.messages))
+    _read(ranks, fit, found)
+    rng_loaded = any(piece.group == "rng" for piece in fit.pieces)
+    return LoadReport(
+        found.manifest.iteration, found.directory, found.run["extra"], tuple(messages), rng_loaded
+    )
+
+
+def _read(ranks: Ranks, fit: Fit, found: _Found) -> None:
+    for padding in fit.padding:
+        padding.zero_()
+    reader = ShardReader(found.directory, found.manifest)
+    through_dcp(
+        "load",
+        lambda: dcp.load(
+            as_state_dict(fit.pieces),
+            storage_reader=reader,
+            planner=PieceLoadPlanner(),
+            process_group=ranks.group,
+            no_dist=not ranks.connected,
+        ),
+    )
+    ranks.together("load", reader.settle)
+
+
+def _find(ranks: Ranks, root: Path, iteration: int | None) -> tuple[_Found | None, list[str]]:
+    """The first whole checkpoint among the candidates, and what to tell the user about those passed over."""
+    candidates, messages = ranks.from_first("load", lambda: _candidates(root, iteration))
+    faults: list[str] = []
+    for candidate in candidates:
+        path = root / directory.directory_name(candidate)
+        fault, manifest = _check(ranks, path)
+        if manifest is not None:
+            run = ranks.from_first("load", partial(_run, path))
+            messages += [f"{fault}: loading {path.name} instead" for fault in faults]
+            return _Found(path, manifest, run), messages
+        faults.append(f"{path} is not whole: {fault}")
+    if faults:
+        raise CheckpointError("no checkpoint can be loaded\n" + "\n".join([*messages, *faults]))
+    return None, messages
+
+
+def _candidates(root: Path, iteration: int | None) -> tuple[list[int], list[str]]:
+    """Iterations in the order in which they are tried: the tracker's, older ones from the newest, then newer ones."""
+    saved = directory.saved_iterations(root)
+    if iteration is not None:
+        if iteration not in saved:
+            raise UsageError(f"{root} has no checkpoint of iteration {iteration}; it has {saved or 'none'}")
+        return [iteration], []
+    newest_first = saved[::-1]
+    try:
+        tracked = directory.tracked_iteration(root)
+    except CheckpointError as error:
+        return newest_first, [f"{root}: {error}; trying the newest checkpoint"]
+    if tracked is None:
+        note = f"{root} has no {directory.TRACKER}; trying the newest checkpoint"
+        return newest_first, [note] if saved else []
+    older = [i for i in newest_first if i < tracked]
+    newer = [i for i in newest_first if i > tracked]
+    return [tracked, *older, *newer], []
+
+
+def _check(ranks: Ranks, path: Path) -> tuple[str, Manifest | None]:
+    """The manifest of a whole checkpoint, or what is wrong with it. Each rank checks its share of the files."""
+    fault, manifest = ranks.from_first("load", lambda: _manifest(path))
+    if manifest is None:
+        return fault, None
+    mine = sorted(manifest.files)[ranks.rank :: ranks.size]
+    faults = ranks.gather([found for name in mine if (found := manifest.fault_of(path, name))])
+    flat = [fault for of_rank in faults for fault in of_rank]
+    return "; ".join(flat), None if flat else manifest
+
+
+def _manifest(path: Path) -> tuple[str, Manifest | None]:
+    try:
+        return "", Manifest.read(path)
+    except CheckpointError as error:
+        return str(error), None
+
+
+def _run(path: Path) -> dict[str, Any]:
+    run: dict[str, Any] = json.loads((path / RUN_FILE).read_bytes())
+    return run
+
+
+def _other_layout(saved: dict[str, int], own: dict[str, int]) -> str:
+    def words(layout: dict[str, int]) -> str:
+        return " ".join(f"{axis}={size}" for axis, size in layout.items())
+
+    return (
+        f"RNG states are those of {words(saved)} and this run is {words(own)}: they are not loaded, dropout continues "
+        "from this run's seed (--no-load-rng says the same without this message)"
+    )
+
+
+def _union(of_ranks: list[list[str]]) -> list[str]:
+    return list(dict.fromkeys(message for messages in of_ranks for message in messages))
