@@ -1,0 +1,162 @@
+"""The one composition root: one builder per room, called in the order in which things depend on each other.
+
+Read top to bottom: who am I (mesh), what do I draw from and where do gradients go (tensor), which part of the model
+is mine (pipeline, model), what is kept of its forward (plan), who updates it (optim), what is it fed (data).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from megackpt.config.errors import UsageError
+from megackpt.config.run import RunConfig
+from megackpt.data.build import Datasets, SampleCounts, build_datasets, build_mock_datasets
+from megackpt.data.gpt_dataset import SampleFormat
+from megackpt.data.tokenizer import Tokenizer, build_tokenizer
+from megackpt.mesh.device import DeviceSeam
+from megackpt.mesh.parameter import ParameterRecord, records
+from megackpt.mesh.process_mesh import ProcessMesh
+from megackpt.model import GPTChunk, build_chunk
+from megackpt.optim.adamw import MasterAdamW
+from megackpt.optim.buffer import GradientBuffer
+from megackpt.optim.lr_schedule import LearningRate
+from megackpt.pipeline.stages import Piece, pieces
+from megackpt.plan import Plan, plan_for
+from megackpt.precision.policy import Precision
+from megackpt.recompute import KeptBytes, RngLedger
+from megackpt.tensor.context import TensorParallel
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """Everything one rank needs to train, built and wired."""
+
+    config: RunConfig
+    seam: DeviceSeam
+    mesh: ProcessMesh
+    precision: Precision
+    ledger: RngLedger
+    piece: Piece
+    chunk: GPTChunk
+    parameters: list[tuple[torch.nn.Parameter, ParameterRecord]]
+    plan: Plan
+    account: KeptBytes
+    buffer: GradientBuffer
+    optimizer: MasterAdamW
+    learning_rate: LearningRate
+    datasets: Datasets
+    vocab: int
+    tokenizer: Tokenizer | None
+
+
+def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
+    """Build this rank's part of the run.  The default process group must exist; called by all ranks together."""
+    mesh = ProcessMesh.create(config.parallel, seam)
+    precision = Precision.from_config(config.precision)
+    tokenizer, vocab = build_vocabulary(config)
+
+    ledger = RngLedger(defaults=False)  # the model draws from its streams only
+    buffer = GradientBuffer()
+    tp = TensorParallel.create(
+        mesh,
+        sequence_parallel=config.parallel.sequence_parallel,
+        ledger=ledger,
+        sink=buffer,
+        dtype=precision.params_dtype,
+        device=seam.device,
+        seed=config.train.seed,
+    )
+    cut = pieces(config.model.num_layers, mesh.pp.size)
+    piece = cut[mesh.pp.index]
+    chunk = build_chunk(config.model, tp, vocab, piece.layers, first=piece.is_first, last=piece.is_last)
+    parameters = records(chunk.named_parameters())
+    plan = build_plan(config, cut)
+    _agree(plan.digest(), "recompute plan")
+
+    buffer.attach(parameters)
+    return Trainer(
+        config=config,
+        seam=seam,
+        mesh=mesh,
+        precision=precision,
+        ledger=ledger,
+        piece=piece,
+        chunk=chunk,
+        parameters=parameters,
+        plan=plan,
+        account=KeptBytes(),
+        buffer=buffer,
+        optimizer=MasterAdamW(buffer, config.optimizer),
+        learning_rate=LearningRate.from_config(config.optimizer, config.train, config.batch),
+        datasets=_alike(lambda: build_data(config, vocab, tokenizer)),
+        vocab=vocab,
+        tokenizer=tokenizer,
+    )
+
+
+def build_vocabulary(config: RunConfig) -> tuple[Tokenizer | None, int]:
+    """The tokenizer, if one is named, and the size of the vocabulary before padding."""
+    data = config.data
+    if data.tokenizer_type is None:
+        assert data.vocab_size is not None
+        return None, data.vocab_size
+    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    return tokenizer, config.model.vocab_size or tokenizer.vocab_size
+
+
+def build_plan(config: RunConfig, cut: list[Piece]) -> Plan:
+    """The plan of the recompute flags for the model as it is cut."""
+    recompute = config.recompute
+    return plan_for(
+        [[piece.layers] for piece in cut],
+        granularity=recompute.granularity,
+        method=recompute.method or "uniform",
+        num_layers=recompute.num_layers or 1,
+        modules=recompute.modules,
+        keep=recompute.keep,
+    )
+
+
+def build_data(config: RunConfig, vocab: int, tokenizer: Tokenizer | None) -> Datasets:
+    """Training data for the whole run, and one evaluation's worth of validation and test data.
+
+    Every evaluation reads the same samples, so that two of them compare.
+    """
+    batch, train, data = config.batch, config.train, config.data
+    counts = SampleCounts.of_run(
+        config.total_iterations * batch.global_batch_size, batch.global_batch_size, train.eval_iters, evaluations=1
+    )
+    if data.mock_data:
+        return build_mock_datasets(counts, config.model.seq_length, vocab, train.seed)
+    eod = tokenizer.eod if tokenizer is not None else None
+    sample_format = SampleFormat(config.model.seq_length, eod=eod, eod_mask_loss=data.eod_mask_loss)
+    return build_datasets(data.data_path, data.split, counts, sample_format, train.seed, data.data_cache_path)
+
+
+def _alike(work: Callable[[], Datasets]) -> Datasets:
+    """Run ``work`` on every rank; if it fails on one, fail on all, with the first one's words."""
+    result, failure = None, None
+    try:
+        result = work()
+    except (UsageError, OSError) as error:
+        failure = str(error)
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, failure)
+    first = next((f for f in failures if f is not None), None)
+    if first is not None:
+        raise UsageError(first)
+    assert result is not None
+    return result
+
+
+def _agree(digest: str, what: str) -> None:
+    """Stop when ranks differ in something that decides the order of their collectives."""
+    digests: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(digests, digest)
+    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
+    if odd:
+        raise UsageError(f"rank 0 and rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} have different {what}s")

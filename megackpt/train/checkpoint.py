@@ -1,0 +1,113 @@
+"""What of a run is saved, and how a run becomes what was saved."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from megackpt.data.position import DataPosition, resume_message
+from megackpt.mesh.device import DeviceSeam
+from megackpt.persist import NamedShard, RunState, load, save
+from megackpt.persist.load import LoadReport
+from megackpt.train.build import Trainer
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a run stands."""
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+def save_run(trainer: Trainer, where: Position) -> Path:
+    """Write the run as the checkpoint of its iteration; called by all ranks."""
+    config = trainer.config.checkpoint
+    assert config.save is not None
+    state = run_state(trainer, optimizer=config.save_optim, rng=config.save_rng)
+    state.extra = {
+        "iteration": where.iteration,
+        "consumed_samples": where.consumed_samples,
+        "optimizer_steps": trainer.optimizer.step_count,
+        "learning_rate": asdict(trainer.learning_rate),
+        "data": DataPosition(
+            where.consumed_samples, trainer.datasets.train.fingerprint, trainer.datasets.description
+        ).to_dict(),
+        "vocab_size": trainer.vocab,
+        "plan": trainer.plan.to_json(),
+        "config": trainer.config.to_yaml(),
+    }
+    return save(config.save, where.iteration, state, trainer.mesh)
+
+
+def load_run(trainer: Trainer) -> tuple[Position, tuple[str, ...]]:
+    """Continue from ``--load`` if it has a checkpoint: where the run stands, and what to tell the user."""
+    config = trainer.config.checkpoint
+    if config.load is None:
+        return Position(), ()
+    want = {"model"}
+    if not config.finetune:
+        want |= {"optimizer"} if config.load_optim else set()
+        want |= {"rng"} if config.load_rng else set()
+    state = run_state(trainer, optimizer=True, rng=True)
+    report = load(config.load, state, trainer.mesh, want=want)
+    if report is None:
+        return Position(), (f"{config.load} has no checkpoint: starting afresh",)
+    return _apply(trainer, state, report, want)
+
+
+def _apply(
+    trainer: Trainer, state: RunState, report: LoadReport, want: set[str]
+) -> tuple[Position, tuple[str, ...]]:
+    extra = report.extra
+    messages = [*report.messages, f"loaded {report.directory} (iteration {report.iteration})"]
+    if "optimizer" in want:
+        trainer.optimizer.load_state_tensors(trainer.optimizer.state_tensors(), int(extra["optimizer_steps"]))
+    else:
+        trainer.optimizer.refresh_masters()  # else the first step would bring back the weights from before
+    if report.rng_loaded:
+        restore_random_state(trainer, state)
+    if trainer.config.checkpoint.finetune:
+        return Position(), (*messages, "finetuning: starting at iteration 0 with the loaded weights")
+    trainer_rate = trainer.learning_rate.resumed(extra["learning_rate"], use_saved=False, override=False)
+    assert trainer_rate == trainer.learning_rate
+    said = resume_message(
+        DataPosition.from_dict(extra["data"]), trainer.datasets.train.fingerprint, trainer.datasets.description
+    )
+    if said is not None:
+        messages.append(said)
+    return Position(int(extra["iteration"]), int(extra["consumed_samples"])), tuple(messages)
+
+
+def run_state(trainer: Trainer, *, optimizer: bool, rng: bool) -> RunState:
+    """This rank's tensors under their global names, live: load fills them in place."""
+    by_name = {record.name: (parameter, record) for parameter, record in trainer.parameters}
+    shards = [NamedShard(f"model.{name}", p.detach(), record) for name, (p, record) in by_name.items()]
+    if optimizer:
+        for kind, tensors in trainer.optimizer.state_tensors().items():
+            shards += [NamedShard(f"optimizer.{kind}.{name}", t, by_name[name][1]) for name, t in tensors.items()]
+    return RunState(shards, random_state(trainer) if rng else {})
+
+
+def random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """This rank's random state: the position of each stream, and torch's own generators."""
+    state = {f"stream.{name}": torch.tensor([at]) for name, at in trainer.ledger.state_dict().items()}
+    return state | {f"default.{name}": value for name, value in _default_states(trainer.seam).items()}
+
+
+def restore_random_state(trainer: Trainer, state: RunState) -> None:
+    """Put this rank's streams and generators where the file says they were."""
+    names = {key.removeprefix("stream."): value for key, value in state.per_rank.items() if key.startswith("stream.")}
+    trainer.ledger.load_state_dict({name: int(value.item()) for name, value in names.items()})
+    torch.set_rng_state(state.per_rank["default.cpu"])
+    if "default.cuda" in state.per_rank:
+        torch.cuda.set_rng_state(state.per_rank["default.cuda"], trainer.seam.device)
+
+
+def _default_states(seam: DeviceSeam) -> dict[str, torch.Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if seam.kind == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(seam.device)
+    return states

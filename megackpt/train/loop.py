@@ -1,0 +1,141 @@
+"""The training loop: steps, evaluations, saves, in the order a Megatron user expects."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+
+from megackpt.config.errors import UsageError
+from megackpt.config.run import RunConfig
+from megackpt.data.dataset import SampleDataset
+from megackpt.data.loader import MicroBatchLoader
+from megackpt.mesh.device import DeviceSeam
+from megackpt.mesh.launch import LaunchEnvironment
+from megackpt.mesh.rendezvous import init_process_group, shutdown
+from megackpt.observe.memory_tracker import ActivationPeak
+from megackpt.persist import prepare_directory
+from megackpt.train.build import Trainer, build
+from megackpt.train.checkpoint import Position, load_run, save_run
+from megackpt.train.report import Reporter, over_ranks
+from megackpt.train.step import Stepper, StepOutcome
+
+
+def run(config: RunConfig, launch: LaunchEnvironment) -> int:
+    """Train as ``config`` says; returns the exit code of this rank.  2: the run was refused."""
+    try:
+        seam = DeviceSeam.create(config.parallel.device, launch.local_rank, config.parallel.backend)
+        if seam.kind == "cpu" and launch.world_size > 1:
+            torch.set_num_threads(1)  # ranks share the cores
+        init_process_group(config.parallel, launch, seam)
+        try:
+            train(build(config, seam))
+        finally:
+            shutdown()
+    except UsageError as error:
+        if launch.rank == 0:
+            print(f"megackpt: error: {error}", file=sys.stderr, flush=True)
+        return 2
+    return 0
+
+
+def train(trainer: Trainer) -> Position:
+    """Run from where ``--load`` left off to the end, or to ``--exit-interval``; returns where the run stands."""
+    config = trainer.config
+    if config.logging.run_dir is not None:
+        Path(config.logging.run_dir).mkdir(parents=True, exist_ok=True)
+    messages = prepare_directory(config.checkpoint.save) if config.checkpoint.save else []
+    where, loaded = load_run(trainer)
+    reporter = Reporter(trainer, where)
+    reporter.start([*messages, *loaded])
+    stepper = Stepper(trainer)
+    loop = Loop(trainer, reporter, stepper, where)
+    with loader(trainer, trainer.datasets.train, where.consumed_samples) as batches:
+        while loop.where.iteration < config.total_iterations:
+            loop.step(batches)
+            if loop.due(config.train.eval_interval) or loop.ends:
+                loop.evaluate(trainer.datasets.valid, "valid")
+            if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
+                path = save_run(trainer, loop.where)
+                reporter.say(f"megackpt: saved {path}")
+            if loop.ends:
+                break
+    if loop.where.iteration == config.total_iterations:
+        loop.evaluate(trainer.datasets.test, "test")
+    reporter.finish()
+    return loop.where
+
+
+class Loop:
+    """Where the run stands, and what one iteration does."""
+
+    def __init__(self, trainer: Trainer, reporter: Reporter, stepper: Stepper, where: Position) -> None:
+        self.trainer, self.reporter, self.stepper = trainer, reporter, stepper
+        self.where = where
+        self._first = where.iteration + 1
+        self._saved_bytes: list[int] | None = None
+
+    @property
+    def ends(self) -> bool:
+        """This was the last iteration of the process."""
+        exits = self.trainer.config.train.exit_interval
+        return self.where.iteration == self.trainer.config.total_iterations or self.due(exits)
+
+    def due(self, interval: int | None) -> bool:
+        return interval is not None and self.where.iteration % interval == 0
+
+    def step(self, batches: MicroBatchLoader) -> None:
+        """One optimizer step.  The bytes kept are counted once (they repeat), the peak when it is asked for."""
+        trainer, config = self.trainer, self.trainer.config
+        number = self.where.iteration + 1
+        measures = self._measures(number)
+        self.stepper.count_bytes = self._saved_bytes is None or measures
+        if self.stepper.count_bytes:
+            trainer.account.reset_peak()
+        start = time.perf_counter()
+        peak = ActivationPeak(trainer.seam) if measures else None
+        with peak or nullcontext():
+            totals = self.stepper.accumulate(batches)
+        outcome = self.stepper.update(totals, self.where.consumed_samples)
+        trainer.seam.synchronize()
+        seconds = time.perf_counter() - start
+        self.where = Position(number, self.where.consumed_samples + config.batch.global_batch_size)
+        if self.stepper.count_bytes:
+            self._saved_bytes = over_ranks(trainer.account.peak, trainer)
+        peaks = over_ranks(peak.bytes, trainer) if peak is not None else None
+        self._report(outcome, seconds, peaks)
+
+    def _measures(self, number: int) -> bool:
+        interval = self.trainer.config.logging.memory_track_interval
+        return number == self._first + 1 if interval is None else number % interval == 0
+
+    def _report(self, outcome: StepOutcome, seconds: float, peaks: Sequence[int] | None) -> None:
+        self.reporter.iteration(self.where, outcome, seconds, self._saved_bytes, peaks)
+
+    def evaluate(self, dataset: SampleDataset | None, split: str) -> None:
+        """Mean loss of a split, if there is any to evaluate; always over the same samples."""
+        iterations = self.trainer.config.train.eval_iters
+        if dataset is None or iterations == 0:
+            return
+        start = time.perf_counter()
+        with loader(self.trainer, dataset, 0) as batches:
+            loss = self.stepper.evaluate(batches, iterations)
+        self.reporter.evaluation(self.where, loss, time.perf_counter() - start, split)
+
+
+def loader(trainer: Trainer, dataset: SampleDataset, consumed: int) -> MicroBatchLoader:
+    """The micro-batches of this data-parallel rank from sample ``consumed`` on."""
+    config, mesh = trainer.config, trainer.mesh
+    return MicroBatchLoader(
+        dataset,
+        config.batch.global_batch_size,
+        config.batch.micro_batch_size,
+        mesh.dp.index,
+        mesh.dp.size,
+        consumed_samples=consumed,
+        num_workers=config.data.num_workers,
+    )

@@ -1,0 +1,236 @@
+"""What the loop tells: start-up summary, log lines, metrics, dashboards, pictures.  One rank speaks for all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megackpt.observe.host_memory import host_memory
+from megackpt.observe.log_line import evaluation_line, format_bytes, iteration_line
+from megackpt.observe.metrics import MetricsWriter
+from megackpt.observe.progress import Progress
+from megackpt.observe.record import EvaluationRecord, IterationRecord, MemoryCounters, summarise
+from megackpt.observe.report import METRICS, draw_run
+from megackpt.observe.throughput import peak_tflops, throughput
+from megackpt.observe.writers import build_writers, logging_rank
+from megackpt.plan.demand import replayed_by_layer
+from megackpt.plan.flops import ModelShape, hardware_flops, model_flops
+from megackpt.train.build import Trainer
+from megackpt.train.checkpoint import Position
+from megackpt.train.step import StepOutcome
+
+
+class Reporter:
+    """Everything that leaves the process as text, numbers or pictures."""
+
+    def __init__(self, trainer: Trainer, start: Position) -> None:
+        self.trainer = trainer
+        config = trainer.config
+        self.speaks = trainer.mesh.rank == logging_rank(trainer.mesh.world_size)
+        self.run_dir = Path(config.logging.run_dir) if config.logging.run_dir else None
+        self.progress = Progress(config.total_iterations, start.iteration)
+        self._pending: list[IterationRecord] = []
+        self._flops, self._hardware_flops = step_flops(trainer)
+        self._peak = config.logging.peak_tflops
+        if self._peak is None and trainer.seam.kind == "cuda":
+            self._peak = peak_tflops(torch.cuda.get_device_name(trainer.seam.device), config.precision.params_dtype)
+        self._metrics = [MetricsWriter(path) for path in self._metric_files()] if self.speaks else []
+        self._writers = build_writers(
+            is_logging_rank=self.speaks,
+            tensorboard_dir=config.logging.tensorboard_dir,
+            wandb_project=config.logging.wandb_project,
+            wandb_exp_name=config.logging.wandb_exp_name,
+            directory=str(self.run_dir or "."),
+            config=config.to_yaml(),
+        )
+
+    def _metric_files(self) -> list[Path]:
+        named = self.trainer.config.logging.metrics_file
+        files = [Path(named)] if named else []
+        if self.run_dir is not None and not (named and Path(named).resolve() == (self.run_dir / METRICS).resolve()):
+            files.append(self.run_dir / METRICS)
+        return files
+
+    def say(self, text: str) -> None:
+        if self.speaks:
+            print(text, flush=True)
+
+    def start(self, messages: Sequence[str]) -> None:
+        """Who runs what: once, before the first step."""
+        trainer, shape = self.trainer, self.trainer.mesh.shape
+        count = sum(record_size(record) for _, record in trainer.parameters if record.counted)
+        counts = torch.tensor([count if trainer.mesh.tp.index == trainer.mesh.dp.index == 0 else 0])
+        counts = counts.to(trainer.seam.device)
+        if trainer.mesh.world_size > 1:
+            dist.all_reduce(counts)
+        self.say(
+            f"megackpt: {int(counts.item()):,} parameters ({trainer.config.precision.params_dtype}), vocabulary"
+            f" {trainer.vocab}, on {trainer.mesh.world_size} {trainer.seam.kind} ranks ({trainer.seam.backend}):"
+            f" tp {shape.tp} x pp {shape.pp} x dp {shape.dp}"
+            f"{', sequence parallel' if trainer.config.parallel.sequence_parallel else ''};"
+            f" {trainer.config.micro_batches} micro-batches per step; recompute: {trainer.plan.name}"
+        )
+        for message in (*trainer.datasets.notes, *messages):
+            self.say(f"megackpt: {message}")
+        if self.speaks and self.run_dir is not None:
+            (self.run_dir / "config.yaml").write_text(trainer.config.to_yaml())
+            (self.run_dir / "plan.json").write_text(trainer.plan.dumps())
+
+    def iteration(
+        self,
+        where: Position,
+        outcome: StepOutcome,
+        seconds: float,
+        saved_bytes: Sequence[int] | None,
+        peak_bytes: Sequence[int] | None,
+    ) -> None:
+        """One step is done."""
+        self.progress.mark(where.iteration)
+        if not self.speaks:
+            return
+        record = self._record(where, outcome, seconds, saved_bytes, peak_bytes)
+        for metrics in self._metrics:
+            metrics.iteration(record)
+        self._writers.iteration(record)
+        self._pending.append(record)
+        if where.iteration % self.trainer.config.logging.log_interval == 0:
+            print(
+                iteration_line(
+                    summarise(self._pending), datetime.now(), self.trainer.config.logging.log_throughput
+                ),
+                flush=True,
+            )
+            self._pending.clear()
+
+    def _record(
+        self,
+        where: Position,
+        outcome: StepOutcome,
+        seconds: float,
+        saved_bytes: Sequence[int] | None,
+        peak_bytes: Sequence[int] | None,
+    ) -> IterationRecord:
+        trainer = self.trainer
+        devices = trainer.mesh.world_size
+        rates = throughput(outcome.tokens, seconds, devices, self._flops, self._hardware_flops, self._peak)
+        return IterationRecord(
+            iteration=where.iteration,
+            train_iters=trainer.config.total_iterations,
+            consumed_samples=where.consumed_samples,
+            global_batch_size=trainer.config.batch.global_batch_size,
+            iteration_time_s=seconds,
+            learning_rate=outcome.learning_rate,
+            lm_loss=outcome.loss,
+            grad_norm=outcome.grad_norm,
+            num_zeros=outcome.num_zeros,
+            params_norm=outcome.params_norm,
+            skipped_iterations=int(outcome.skipped),
+            nan_iterations=int(outcome.skipped),
+            world_size=devices,
+            tokens_per_s=rates.tokens_per_s,
+            tflops_per_device=rates.tflops_per_device,
+            mfu=rates.mfu,
+            hfu=rates.hfu,
+            replay_overhead=rates.replay_overhead,
+            saved_activation_bytes=saved_bytes,
+            peak_activation_bytes=peak_bytes,
+            memory=device_memory(trainer),
+            time_left_s=self.progress.left(),
+        )
+
+    def evaluation(self, where: Position, loss: float, seconds: float, split: str = "valid") -> None:
+        """One evaluation is done."""
+        if not self.speaks:
+            return
+        config = self.trainer.config
+        samples = config.train.eval_iters * config.batch.global_batch_size
+        record = EvaluationRecord(where.iteration, where.consumed_samples, loss, split, samples, seconds)
+        for metrics in self._metrics:
+            metrics.evaluation(record)
+        self._writers.evaluation(record)
+        print(evaluation_line(record), flush=True)
+
+    def finish(self) -> None:
+        """Close files; draw what was measured."""
+        for metrics in self._metrics:
+            metrics.close()
+        self._writers.close()
+        if self.speaks and self.run_dir is not None:
+            for picture in draw_run(self.run_dir):
+                print(f"megackpt: wrote {picture}", flush=True)
+        sys.stdout.flush()
+
+
+def record_size(record: object) -> int:
+    """Elements of the whole tensor, padding left out."""
+    shape = list(record.global_shape)  # type: ignore[attr-defined]
+    if record.valid_rows is not None:  # type: ignore[attr-defined]
+        shape[0] = record.valid_rows  # type: ignore[attr-defined]
+    size = 1
+    for extent in shape:
+        size *= extent
+    return size
+
+
+def step_flops(trainer: Trainer) -> tuple[float, float]:
+    """Model FLOPs and hardware FLOPs of one step over all devices."""
+    config, model = trainer.config, trainer.config.model
+    shape = ModelShape(
+        layers=model.num_layers,
+        hidden=model.hidden_size,
+        heads=model.num_attention_heads,
+        kv_heads=model.num_query_groups,
+        head_size=model.kv_channels,
+        ffn=model.ffn_hidden_size,
+        padded_vocab=model.padded_vocab_size(trainer.vocab, trainer.mesh.tp.size),
+        seq=model.seq_length,
+        gated=model.gated,
+    )
+    absent = absent_steps(trainer)
+    layers: list[tuple[str, ...]] = []
+    first = 0
+    for stage in trainer.plan.stages:
+        for chunk in stage:
+            count = sum(1 for address in chunk.save_sets if address.startswith("layers."))
+            layers += replayed_by_layer(chunk, range(first, first + count), absent)
+            first += count
+    batch = config.batch.global_batch_size
+    return model_flops(shape, batch), hardware_flops(shape, batch, layers)
+
+
+def absent_steps(trainer: Trainer) -> tuple[str, ...]:
+    """Steps of the table that this run's layers do not have."""
+    absent = ["attn.qknorm"]
+    if trainer.config.model.position_embedding_type != "rope":
+        absent.append("attn.rope")
+    if trainer.mesh.tp.size == 1:
+        absent += ["attn.reduce", "mlp.reduce"]
+    if not trainer.config.parallel.sequence_parallel:
+        absent += ["attn.gather", "mlp.gather"]
+    return tuple(absent)
+
+
+def device_memory(trainer: Trainer) -> MemoryCounters:
+    """Memory of this rank: the device's allocator, or the process where there is none."""
+    allocated, peak = trainer.seam.allocated_bytes(), trainer.seam.peak_bytes()
+    if allocated is None or peak is None:
+        return host_memory()
+    return MemoryCounters(allocated, peak)
+
+
+def over_ranks(value: int, trainer: Trainer) -> list[int]:
+    """One number of every rank, in rank order, on every rank."""
+    mine = torch.tensor([value], dtype=torch.int64, device=trainer.seam.device)
+    if trainer.mesh.world_size == 1:
+        return [value]
+    everyone = torch.empty(trainer.mesh.world_size, dtype=torch.int64, device=trainer.seam.device)
+    dist.all_gather_into_tensor(everyone, mine)
+    return everyone.tolist()
+
+
+__all__ = ["Reporter", "format_bytes", "over_ranks"]

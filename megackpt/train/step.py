@@ -1,0 +1,164 @@
+"""One optimizer step, and one evaluation.
+
+Losses are sums over unmasked tokens.  Backward starts from the sum divided by a constant (the tokens of a full global
+batch), so that no micro-batch needs to know another's mask; the finished gradients are then multiplied by constant
+over real number of tokens, exactly 1 when nothing is masked.  The mean is thus over tokens, whatever the micro-batch
+size, the number of micro-batches, the stages or the data-parallel ranks, and a masked micro-batch contributes nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megackpt.data.dataset import Batch
+from megackpt.data.loader import MicroBatchLoader
+from megackpt.mesh.process_mesh import ProcessMesh
+from megackpt.model.ends import masked_loss
+from megackpt.optim.finalize import finish
+from megackpt.optim.norm import clip_, gradient_statistics, params_norm
+from megackpt.pipeline.boundary import StageResult, TensorSpec
+from megackpt.pipeline.executor import Executor
+from megackpt.pipeline.stages import chunk_specs
+from megackpt.recompute import Tape
+from megackpt.train.build import Trainer
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one step did, the same on all ranks.  ``skipped``: the gradient was not finite and nothing was updated."""
+
+    loss: float
+    tokens: int
+    grad_norm: float
+    num_zeros: int | None
+    params_norm: float | None
+    learning_rate: float
+    skipped: bool
+
+
+class Stepper:
+    """Runs steps and evaluations of one rank through the pipeline."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        config, piece = trainer.config, trainer.piece
+        self.nominal_tokens = config.batch.global_batch_size * config.model.seq_length
+        self.count_bytes = False
+        self._batches: Iterator[Batch] = iter(())
+        length = config.model.seq_length
+        if config.parallel.sequence_parallel:
+            length //= trainer.mesh.tp.size
+        shape = (length, config.batch.micro_batch_size, config.model.hidden_size)  # [s/t, b, h]
+        self.executor = Executor(
+            trainer.mesh,
+            self._forward,
+            [chunk_specs(piece, (TensorSpec(shape, trainer.precision.params_dtype),))],
+            open_tape=self._open_tape,
+            device=trainer.seam.device,
+            timeout_s=config.parallel.timeout_minutes * 60,
+        )
+
+    # -- what the pipeline calls ---------------------------------------------------------------------------------
+
+    def _open_tape(self, chunk: int, micro_batch: int) -> Tape:
+        trainer = self.trainer
+        plan = trainer.plan.chunk(trainer.mesh.pp.index, chunk)
+        account = trainer.account if self.count_bytes else None
+        return Tape(plan, trainer.ledger, account=account, label=f"micro-batch {micro_batch}")
+
+    def _forward(
+        self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...] | StageResult:
+        piece, model = self.trainer.piece, self.trainer.chunk
+        batch = self._next_batch() if piece.is_first or piece.is_last else {}
+        x = batch["tokens"] if piece.is_first else received[0]
+        if not piece.is_last:
+            return (model(x),)
+        total, tokens = masked_loss(model(x, batch["labels"]), batch["loss_mask"])
+        return StageResult(total / self.nominal_tokens, {"total": total.double(), "tokens": tokens})
+
+    def _next_batch(self) -> dict[str, Tensor]:
+        device = self.trainer.seam.device
+        return {name: torch.from_numpy(array).to(device) for name, array in next(self._batches).items()}
+
+    # -- what the loop calls -------------------------------------------------------------------------------------
+
+    def train(self, batches: MicroBatchLoader | Iterator[Batch], consumed_samples: int) -> StepOutcome:
+        """Forward and backward of one global batch, reduction, clipping, update."""
+        totals = self.accumulate(batches)
+        return self.update(totals, consumed_samples)
+
+    def accumulate(self, batches: Iterator[Batch]) -> tuple[float, int]:
+        """Gradients of one global batch in the buffer, summed over micro-batches and ranks and divided by the number
+        of tokens.  Returns the sum of the losses and that number."""
+        trainer = self.trainer
+        trainer.chunk.train()
+        trainer.buffer.zero_()
+        total, tokens = self._run(batches, trainer.config.micro_batches, forward_only=False)
+        scale = self.nominal_tokens / tokens if tokens else 0.0
+        finish(
+            trainer.buffer,
+            trainer.mesh,
+            sequence_parallel=trainer.config.parallel.sequence_parallel,
+            scale=scale,
+        )
+        return total, tokens
+
+    def update(self, totals: tuple[float, int], consumed_samples: int) -> StepOutcome:
+        """Measure, clip and apply the gradients in the buffer; leave the step out if they are not finite."""
+        trainer, logging = self.trainer, self.trainer.config.logging
+        statistics = gradient_statistics(trainer.buffer, trainer.mesh, count_zeros=logging.log_num_zeros_in_grad)
+        total, tokens = totals
+        rate = trainer.learning_rate(consumed_samples)
+        healthy = statistics.finite and math.isfinite(total)
+        if healthy:
+            clip_(trainer.buffer, statistics.norm, trainer.config.optimizer.clip_grad)
+            trainer.optimizer.step(rate)
+        norm = params_norm(trainer.optimizer.masters(), trainer.mesh) if logging.log_params_norm else None
+        return StepOutcome(
+            loss=total / tokens if tokens else 0.0,
+            tokens=tokens,
+            grad_norm=statistics.norm,
+            num_zeros=statistics.num_zeros,
+            params_norm=norm,
+            learning_rate=rate,
+            skipped=not healthy,
+        )
+
+    def evaluate(self, batches: MicroBatchLoader, iterations: int) -> float:
+        """Mean loss per token over ``iterations`` global batches.  Draws nothing: training goes on unchanged."""
+        trainer = self.trainer
+        trainer.chunk.eval()
+        total, tokens = 0.0, 0
+        for _ in range(iterations):
+            one, count = self._run(batches, trainer.config.micro_batches, forward_only=True)
+            total, tokens = total + one, tokens + count
+        trainer.chunk.train()
+        return total / tokens if tokens else 0.0
+
+    def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
+        self._batches = batches
+        try:
+            reports = self.executor.run(micro_batches, forward_only=forward_only)
+        finally:
+            self._batches = iter(())
+        return world_totals(reports, self.trainer.mesh, self.trainer.seam.device)
+
+
+def world_totals(reports: list[dict[str, Tensor]], mesh: ProcessMesh, device: torch.device) -> tuple[float, int]:
+    """Sums of losses and tokens over all data-parallel ranks, known on every rank: one small all-reduce."""
+    values = torch.zeros(2, dtype=torch.float64, device=device)
+    if reports and mesh.tp.index == 0:
+        totals = torch.stack([r["total"] for r in reports]).sum()
+        counts = torch.stack([r["tokens"] for r in reports]).sum()
+        values = torch.stack([totals, counts]).to(torch.float64)
+    if mesh.world.size > 1:
+        dist.all_reduce(values, group=mesh.world.group)
+    total, tokens = values.tolist()
+    return total, round(tokens)
