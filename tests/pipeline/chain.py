@@ -1,0 +1,71 @@
+"""A chain of small blocks that can be cut anywhere, and the same chain by hand: the measure of the executor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megackpt.config.parallel import ParallelConfig
+from megackpt.mesh.device import DeviceSeam
+from megackpt.mesh.process_mesh import ProcessMesh
+from megackpt.pipeline import ChunkSpecs, StageResult, TensorSpec
+from megackpt.plan.split import split_layers
+
+ROWS, WIDTH, LAYERS = 3, 5, 6
+SPEC = TensorSpec((ROWS, WIDTH), torch.float64)
+
+
+def pipeline_mesh(stages: int) -> ProcessMesh:
+    return ProcessMesh.create(
+        ParallelConfig(pipeline=stages, world_size=stages), DeviceSeam("cpu", torch.device("cpu"), "gloo")
+    )
+
+
+def boundary_specs(stage: int, stages: int, boundary: tuple[TensorSpec, ...]) -> list[ChunkSpecs]:
+    return [ChunkSpecs(boundary if stage > 0 else (), boundary if stage < stages - 1 else ())]
+
+
+def layer(index: int) -> nn.Linear:
+    generator = torch.Generator().manual_seed(100 + index)
+    block = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) / 2)
+    return block
+
+
+def batch(micro_batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(micro_batch)
+    return torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
+
+
+class Stage(nn.Module):
+    """Layers of one stage; called as the executor calls."""
+
+    def __init__(self, stage: int, stages: int, micro_batches: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({str(i): layer(i) for i in split_layers(LAYERS, stages)[stage]})
+        self.is_first, self.is_last, self.micro_batches = stage == 0, stage == stages - 1, micro_batches
+
+    def forward(self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...] | StageResult:
+        (x,) = (batch(micro_batch),) if self.is_first else received
+        for block in self.layers.values():
+            x = x + torch.tanh(block(x))
+        if not self.is_last:
+            return (x,)
+        loss = x.square().mean()
+        return StageResult(loss / self.micro_batches, {"loss": loss})
+
+    def gradients(self) -> dict[str, Tensor]:
+        return {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
+
+
+def by_hand(micro_batches: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+    """Losses and gradients of the whole chain, without any executor."""
+    whole = Stage(0, 1, micro_batches)
+    losses = []
+    for m in range(micro_batches):
+        result = whole(0, m, ())
+        result.loss.backward()
+        losses.append(result.report["loss"].detach())
+    return losses, whole.gradients()

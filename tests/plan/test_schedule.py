@@ -1,0 +1,150 @@
+"""Schedules: exact orders, the words they are written in, and every one of them on the abstract machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from megackpt.plan.machine import ScheduleError, check_schedule, clock_table
+from megackpt.plan.schedule import (
+    Action,
+    destination,
+    format_actions,
+    forward_part,
+    gpipe,
+    in_flight,
+    one_f_one_b,
+    parse_actions,
+    source,
+)
+
+
+def words(text: str) -> list[Action]:
+    """``F0 B1`` on chunk 0."""
+    return parse_actions(" ".join(f"{word}.0" for word in text.split()))
+
+
+@pytest.mark.parametrize(
+    ("stages", "stage", "micro_batches", "order"),
+    [
+        (1, 0, 3, "F0 B0 F1 B1 F2 B2"),
+        (4, 0, 1, "F0 B0"),
+        (4, 0, 3, "F0 F1 F2 B0 B1 B2"),
+        (4, 1, 3, "F0 F1 F2 B0 B1 B2"),
+        (4, 2, 3, "F0 F1 B0 F2 B1 B2"),
+        (4, 3, 3, "F0 B0 F1 B1 F2 B2"),
+        (4, 0, 4, "F0 F1 F2 F3 B0 B1 B2 B3"),
+        (4, 0, 6, "F0 F1 F2 F3 B0 F4 B1 F5 B2 B3 B4 B5"),
+        (4, 1, 6, "F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 B4 B5"),
+    ],
+)
+def test_order_of_1f1b(stages: int, stage: int, micro_batches: int, order: str) -> None:
+    assert one_f_one_b(stages, stage, micro_batches) == words(order)
+
+
+def test_order_of_gpipe_is_one_on_all_stages() -> None:
+    assert [gpipe(3, stage, 2) for stage in range(3)] == [words("F0 F1 B0 B1")] * 3
+
+
+def test_evaluation_runs_the_forwards_in_order() -> None:
+    assert forward_part(one_f_one_b(2, 0, 3)) == words("F0 F1 F2")
+
+
+@pytest.mark.parametrize("generator", [gpipe, one_f_one_b])
+def test_every_schedule_runs_and_holds_what_it_should(generator: object) -> None:
+    for stages in range(1, 9):
+        for micro_batches in range(1, 10):
+            lists = [generator(stages, stage, micro_batches) for stage in range(stages)]  # type: ignore[operator]
+            expected = [in_flight(stages, stage, micro_batches) for stage in range(stages)]
+            if generator is gpipe:
+                expected = [micro_batches] * stages
+            for sends_in_flight in (0, 1):
+                assert check_schedule(lists, sends_in_flight) == expected
+            assert check_schedule([forward_part(actions) for actions in lists]) == [0] * stages
+
+
+@pytest.mark.parametrize("generator", [gpipe, one_f_one_b])
+def test_the_clock_table_in_the_docstring_is_what_the_generator_makes(generator: object) -> None:
+    drawn = [line.strip() for line in (generator.__doc__ or "").splitlines() if line.strip().startswith("stage ")]
+    made = clock_table([generator(3, stage, 4) for stage in range(3)])  # type: ignore[operator]
+    assert drawn == made.splitlines()
+
+
+def test_actions_are_written_and_read_back() -> None:
+    actions = [Action("F", 3, 1), Action("B", 12), Action("W", 0, 10)]
+    assert format_actions(actions) == "F3.1 B12.0 W0.10"
+    assert parse_actions("F3.1  B12.0\nW0.10") == actions
+
+
+@pytest.mark.parametrize("text", ["F3", "X1.0", "F-1.0", "F1.0.0", "f1.0", ""])
+def test_what_is_no_action_is_named(text: str) -> None:
+    with pytest.raises(ValueError, match="is not an action") as caught:
+        Action.parse(text)
+    assert repr(text) in str(caught.value)
+
+
+def test_senseless_requests_are_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1 micro-batch, got 0"):
+        one_f_one_b(2, 0, 0)
+    with pytest.raises(ValueError, match="stage 2 does not exist among 2"):
+        gpipe(2, 2, 1)
+    with pytest.raises(ValueError, match="'G' is none of F, B, W"):
+        Action("G", 0)
+
+
+def test_messages_follow_from_the_action() -> None:
+    assert source(Action("F", 2), 1, 4) == (0, Action("F", 2))
+    assert source(Action("B", 2), 1, 4) == (2, Action("B", 2))
+    assert source(Action("F", 2), 0, 4) is None and source(Action("B", 2), 3, 4) is None
+    assert source(Action("F", 2, 1), 0, 4, chunks=2) == (3, Action("F", 2, 0))
+    assert destination(Action("F", 2, 0), 3, 4, chunks=2) == (0, Action("F", 2, 1))
+    assert destination(Action("B", 2, 1), 0, 4, chunks=2) == (3, Action("B", 2, 0))
+    assert source(Action("W", 0), 1, 4) is None and destination(Action("W", 0), 1, 4) is None
+
+
+def test_the_machine_runs_chunks_and_split_backwards() -> None:
+    lists = [parse_actions("F0.0 F1.0 F0.1 F1.1 B0.1 B1.1 B0.0 W0.1 B1.0 W1.1 W0.0 W1.0")] * 2
+    assert check_schedule(lists) == [4, 4]
+    single = [parse_actions("F0.0 F0.1 B0.1 F1.0 B0.0 F1.1 B1.1 B1.0")]
+    assert check_schedule(single) == [2]
+
+
+@pytest.mark.parametrize(
+    ("lists", "message"),
+    [
+        (["F0 B0", "F0"], r"stage 1 lacks B0\.0 \(1 missing\)"),
+        (["F0 B0 F1 B1", "F0 B0"], r"stage 1 lacks B1\.0 \(2 missing\)"),
+        (["F0 F0 B0", "F0 B0"], r"stage 0 has F0\.0 more than once"),
+        (["F0 F2 B0 B2", "F0 F2 B0 B2"], r"stage 0 lacks B1\.0"),
+        (["B0 F0", "F0 B0"], r"stage 0 has B0\.0 before its F"),
+        (["F0 F1 B0 B1", "F1 F0 B0 B1"], r"stage 1 at F1\.0: the next message on its channel is for F0\.0"),
+        (
+            ["F0 B0 F1 B1", "F0 F1 B0 B1"],
+            r"deadlock: stage 0 at B0\.0 waits for a message of stage 1; stage 1 at F1",
+        ),
+        (["", ""], "the schedule is empty"),
+    ],
+)
+def test_the_machine_refuses_what_is_no_schedule(lists: list[str], message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        check_schedule([words(text) for text in lists])
+
+
+def test_the_machine_knows_that_a_message_needs_a_posted_receive() -> None:
+    """Stage 0 takes no gradient before all its forwards are sent; stage 1 goes on only when its gradients are taken."""
+
+    def mixed(micro_batches: int) -> list[list[Action]]:
+        return [gpipe(2, 0, micro_batches), one_f_one_b(2, 1, micro_batches)]
+
+    assert check_schedule(mixed(5)) == [5, 1]
+    with pytest.raises(ScheduleError, match="deadlock: stage 0 at F5.0 waits until its last message is taken; stage 1"):
+        check_schedule(mixed(6))
+    assert check_schedule(mixed(6), sends_in_flight=1) == [6, 1]
+
+
+def test_plan_needs_no_torch() -> None:
+    modules = "schedule, machine, split, events"
+    code = f"import sys; from megackpt.plan import {modules}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
