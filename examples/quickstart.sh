@@ -24,6 +24,16 @@ if [ -n "$text" ] && [ ! -r "$text" ]; then
     echo "quickstart.sh: cannot read $text" >&2
     exit 2
 fi
+# The vocabulary fits the text: too many pieces for little text would each be seen a few times only.
+bytes=4000000 vocabulary=2048
+if [ -n "$text" ]; then
+    bytes="$(wc -c <"$text")"
+    if [ "$bytes" -lt 100000 ]; then
+        echo "quickstart.sh: $text has $bytes bytes; a model needs at least 100000 to learn from" >&2
+        exit 2
+    fi
+    if [ "$bytes" -lt 1000000 ]; then vocabulary=512; fi
+fi
 
 cd "$root"
 
@@ -46,11 +56,12 @@ say "2/5 text, tokenizer, tokens"
 data="$out/data"
 mkdir -p "$data"
 # What was made from the same text is used again: it is the same to the byte.
-wanted="$(cat tools/build_corpus.py tools/train_tokenizer.py tools/preprocess_data.py requirements.lock ${text:+"$text"} | sha256sum)"
+wanted="$(cat examples/quickstart.sh requirements.lock ${text:+"$text"} | sha256sum)"
 if [ "$(cat "$data/made-from" 2>/dev/null)" != "$wanted" ]; then
     rm -f "$data/made-from"
     "$python" tools/build_corpus.py --output "$data/corpus.jsonl" --max-bytes 4000000 ${text:+--text "$text"}
-    "$python" tools/train_tokenizer.py --input "$data/corpus.jsonl" --vocab-size 2048 --output "$data/tokenizer.model"
+    "$python" tools/train_tokenizer.py --input "$data/corpus.jsonl" --vocab-size "$vocabulary" \
+        --output "$data/tokenizer.model"
     "$python" tools/preprocess_data.py --input "$data/corpus.jsonl" --output-prefix "$data/corpus" --append-eod \
         --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$data/tokenizer.model"
     echo "$wanted" >"$data/made-from"
@@ -76,7 +87,7 @@ device="CPU processes"
 if [ "$gpus" -gt 0 ]; then device="of $gpus GPUs"; fi
 echo "$processes $device: tensor parallel $tensor x pipeline parallel $pipeline, sequence parallel, selective recompute"
 
-iterations=160 more=20
+iterations=120 more=20
 run="$out/run"
 rm -rf "$run/checkpoints" "$run/metrics.jsonl"
 # core_attn, the default of selective, pays with the unfused core, which stores s x s matrices; fused attention
@@ -91,7 +102,7 @@ flags=(
     --data-path "$data/corpus_text_document" --split "90,10,0"
     --tokenizer-type GPTSentencePieceTokenizer --tokenizer-model "$data/tokenizer.model"
     --save "$run/checkpoints" --load "$run/checkpoints" --save-interval "$iterations"
-    --eval-interval 60 --eval-iters 8 --log-interval 10 --log-throughput --run-dir "$run"
+    --eval-interval 60 --eval-iters 8 --log-interval 5 --log-throughput --run-dir "$run"
 )
 train() {
     "$python" -m torch.distributed.run --standalone --local-addr 127.0.0.1 --nproc-per-node "$processes" \

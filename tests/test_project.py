@@ -18,9 +18,9 @@ from megackpt.config.parse import parse
 from tests.pool import ROOT
 
 SCRIPTS = sorted(
-    [*ROOT.glob("examples/**/*.sh"), *ROOT.glob("examples/**/*.sbatch"), *ROOT.glob("tools/*.sh")]
-    + [ROOT / "tests/run.sh", ROOT / ".ci/run"]
-)
+    path for pattern in ("examples/**/*.sh", "examples/**/*.sbatch", "tools/*.sh", "tests/*.sh", ".ci/run")
+    for path in ROOT.glob(pattern)
+)  # fmt: skip
 BASE = {"torch", "numpy", "safetensors", "pyyaml"}
 
 
@@ -75,6 +75,40 @@ def test_no_requirement_names_a_package_that_is_found_at_run_time() -> None:
 def test_this_environment_is_the_locked_one() -> None:
     installed = {name: version(name).split("+")[0] for name in sorted(BASE | {"pytest", "sentencepiece"})}
     assert installed == {name: locked()[name] for name in installed}
+
+
+# -- documents -------------------------------------------------------------------------------------------------------
+
+
+def blocks(document: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / document).read_text(), re.M | re.S)
+
+
+def test_the_readme_example_of_recompute_runs() -> None:
+    (example,) = blocks("README.md", "python")
+    done = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    kept = [int(number.replace(",", "")) for number in re.findall(r"-> ([\d,]+) bytes", done.stdout)]
+    rows, width, wide = 512, 256, 1024
+    inputs, statistics = 4 * rows * width, 2 * 4 * rows  # x, and LayerNorm's mean and deviation
+    normed, inner = inputs, 4 * rows * wide
+    assert kept == [inputs + statistics + normed + inner, inputs + inner, inputs]
+
+
+def test_the_readme_command_is_accepted() -> None:
+    (command,) = (text for text in blocks("README.md", "") if "pretrain_gpt.py" in text)
+    words = command.replace("\\\n", " ").split()
+    config = parse(words[words.index("pretrain_gpt.py") + 1 :], {}, world_size=4)
+    assert (config.parallel.tensor, config.parallel.pipeline, config.parallel.data) == (2, 2, 1)
+
+
+@pytest.mark.parametrize(
+    "document", sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]),
+    ids=lambda path: str(path.relative_to(ROOT)),
+)  # fmt: skip
+def test_links_lead_somewhere(document: Path) -> None:
+    targets = re.findall(r"\]\(([^)#:\s]+)\)", document.read_text())
+    assert [target for target in targets if not (document.parent / target).exists()] == []
 
 
 # -- the image -------------------------------------------------------------------------------------------------------

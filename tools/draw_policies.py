@@ -1,8 +1,7 @@
 """Draw docs/policies.svg: for each recompute policy, what a layer keeps and what its backward rebuilds.
 
 The picture is derived, not drawn by hand: from the step table (`megackpt/plan/steps.py`) and the decisions of each
-policy (`megackpt/plan/policies.py`). A step is rebuilt when backward needs its output or what autograd saved inside
-it, and the policy dropped that; what nobody saved depends on is never run again.
+policy (`megackpt/plan/policies.py`), by what backward then asks for (`megackpt/plan/demand.py`).
 
     python tools/draw_policies.py
 """
@@ -18,7 +17,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a clone, installed or not
 
 from megackpt.observe.svg import INK, QUIET, Canvas  # noqa: E402
-from megackpt.plan.decision import KEEP, SaveSet  # noqa: E402
+from megackpt.plan.decision import SaveSet  # noqa: E402
+from megackpt.plan.demand import present_steps, replayed_steps  # noqa: E402
 from megackpt.plan.flops import PRODUCT_OF_STEP, ModelShape, replay_share  # noqa: E402
 from megackpt.plan.policies import free_tier, full_layer, keep_everything, selective  # noqa: E402
 from megackpt.plan.steps import BLOCK, Step  # noqa: E402
@@ -54,46 +54,14 @@ class Row:
 
 
 def layer_steps() -> tuple[Step, ...]:
-    return tuple(step for step in BLOCK if step.name not in ABSENT)
-
-
-def sources(step: Step) -> tuple[str, ...]:
-    """What a step reads, absent steps looked through."""
-    by_name = {each.name: each for each in BLOCK}
-    found: list[str] = []
-    for name in step.reads:
-        while name in ABSENT:
-            name = by_name[name].reads[0]
-        found.append(name)
-    return tuple(found)
+    return present_steps(BLOCK, ABSENT)
 
 
 def row(name: str, note: str, save_set: SaveSet) -> Row:
-    """Follow every demand of backward until it meets something kept."""
-    steps = {step.name: step for step in layer_steps()}
-    kept: set[str] = {"input"}  # the boundary before this layer
-    rebuilt: set[str] = set()
-
-    def demand(output: str) -> None:
-        if output == "input" or save_set[output].output == KEEP:
-            kept.add(output)
-        else:
-            rebuild(output)
-
-    def rebuild(step: str) -> None:
-        if step not in rebuilt:
-            rebuilt.add(step)
-            for output in sources(steps[step]):
-                demand(output)
-
-    for step in steps.values():
-        if step.saves_input:
-            for output in sources(step):
-                demand(output)
-        # An internal of a step that keeps its internals stays with it; the rest of its run is not needed again.
-        if step.has_internals and save_set[step.name].internals != KEEP:
-            rebuild(step.name)
-    return Row(name, note, frozenset(kept), frozenset(rebuilt))
+    """What is rebuilt, and of the rest what backward or a rebuilt step reads."""
+    rebuilt = frozenset(replayed_steps(save_set, ABSENT))
+    read = {each for step in layer_steps() if step.saves_input or step.name in rebuilt for each in step.reads}
+    return Row(name, note, frozenset(read) - rebuilt, rebuilt)
 
 
 def rows() -> tuple[Row, ...]:
@@ -116,7 +84,8 @@ SHARE_X = 120
 def draw(table: Sequence[Row]) -> str:
     steps = layer_steps()
     right = LEFT + CELL * (len(steps) + 1) + 20
-    canvas = Canvas(right + 230, TOP + len(table) * (HEIGHT + GAP) + 60, "What a layer keeps and what backward rebuilds")
+    bottom = TOP + len(table) * (HEIGHT + GAP)
+    canvas = Canvas(right + 230, bottom + 60, "What a layer keeps and what its backward runs again")
     canvas.text(24, 32, "What one transformer layer keeps, and what its backward runs again", 17, weight="bold")
     legend = ((KEPT, "output kept"), (REBUILT, "rebuilt in backward"), (GATHER, "gathered again"),
               (IDLE, "neither: nothing needs it"))  # fmt: skip

@@ -69,7 +69,8 @@ class OptimizerConfig:
         at_least("--lr-warmup-init", self.lr_warmup_init, 0)
         if self.lr_warmup_init > self.lr:
             raise UsageError(
-                f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}. Nearest valid: --lr-warmup-init {self.lr}."
+                f"--lr-warmup-init {self.lr_warmup_init} is above --lr {self.lr}. Nearest valid: --lr-warmup-init"
+                f" {self.lr}."
             )
         if self.lr_warmup_fraction is not None:
             within("--lr-warmup-fraction", self.lr_warmup_fraction, 0.0, 1.0)

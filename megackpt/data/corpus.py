@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import sysconfig
 import tokenize
 from collections.abc import Iterator
@@ -40,8 +41,7 @@ def source_documents(root: Path, max_bytes: int | None = None) -> Iterator[Docum
     """
     if not root.is_dir():
         raise UsageError(f"{root} is not a directory of Python sources")
-    paths = [path for path in root.rglob("*.py") if not _LEFT_OUT.intersection(path.relative_to(root).parts)]
-    named = sorted((hashlib.blake2b(name.encode()).digest(), name) for name in (_name(p, root) for p in paths))
+    named = sorted((hashlib.blake2b(name.encode()).digest(), name) for name in _source_names(root))
     used = 0
     for _, name in named:
         text = _read_source(root / name)
@@ -67,8 +67,12 @@ def text_documents(path: Path, document_chars: int, max_bytes: int | None = None
             yield Document(text, f"{path.name} part {number}")
 
 
-def _name(path: Path, root: Path) -> str:
-    return path.relative_to(root).as_posix()
+def _source_names(root: Path) -> Iterator[str]:
+    """Relative paths of the Python files below `root`, in no order, without entering what is left out."""
+    for directory, below, files in os.walk(root):
+        below[:] = [name for name in below if name not in _LEFT_OUT]
+        inside = Path(directory).relative_to(root)
+        yield from ((inside / name).as_posix() for name in files if name.endswith(".py"))
 
 
 def _read_source(path: Path) -> str | None:

@@ -47,8 +47,9 @@ def hash64(seed: int, purpose: str, group: Int64 | np.int64, index: Int64) -> UI
     for byte in purpose.encode():
         base = _mix_int(base + _GOLDEN * (byte + 1))
     golden = np.uint64(_GOLDEN)
-    row = _mix(np.uint64(base) + (np.asarray(group).astype(np.uint64) + np.uint64(1)) * golden)
-    return _mix(row + (np.asarray(index).astype(np.uint64) + np.uint64(1)) * golden)
+    # Arrays wrap around silently, as wanted; scalars would warn.
+    row = _mix(np.uint64(base) + (np.atleast_1d(group).astype(np.uint64) + np.uint64(1)) * golden)
+    return _mix(row + (np.atleast_1d(index).astype(np.uint64) + np.uint64(1)) * golden)
 
 
 def epoch_permutations(seed: int, purpose: str, epochs: int, length: int) -> Int64:

@@ -81,13 +81,16 @@ class DeviceSeam:
             raise UsageError(f"--distributed-backend {backend}: choose gloo or nccl")
         if kind == "cpu":
             if backend == "nccl":
-                raise UsageError("--distributed-backend nccl needs CUDA devices; choose gloo with --device cpu")
+                raise UsageError(
+                    "--distributed-backend nccl needs CUDA devices; choose gloo with --device cpu"
+                )
             return DeviceSeam("cpu", torch.device("cpu"), backend)
         count = torch.cuda.device_count()
         if local_rank >= count:
             raise UsageError(
                 f"--device cuda: this process is number {local_rank} on its machine, which has {count} CUDA"
-                f" devices; start at most {count} processes per machine" + ("" if count else " or --device cpu")
+                f" devices; start at most {count} processes per machine"
+                + ("" if count else " or --device cpu")
             )
         torch.cuda.set_device(local_rank)
         return DeviceSeam("cuda", torch.device("cuda", local_rank), backend)

@@ -74,9 +74,13 @@ class MeshShape:
         spans = [range(size) if name in axes else None for name, size in zip(AXES, self.sizes, strict=True)]
         fixed = [range(size) if span is None else (0,) for span, size in zip(spans, self.sizes, strict=True)]
         found = []
-        for base in product(*reversed(fixed)):  # slowest axis outermost: groups come in order of their first rank
+        for base in product(
+            *reversed(fixed)
+        ):  # slowest axis outermost: groups come in order of their first rank
             here = dict(zip(reversed(AXES), base, strict=True))
-            choices = [span if span is not None else (here[name],) for name, span in zip(AXES, spans, strict=True)]
+            choices = [
+                span if span is not None else (here[name],) for name, span in zip(AXES, spans, strict=True)
+            ]
             ranks = [self.rank_of(**dict(zip(AXES, place, strict=True))) for place in product(*choices)]
             found.append(tuple(sorted(ranks)))
         return found
@@ -89,7 +93,9 @@ class MeshShape:
             range(size) if name in axes else (getattr(here, name),)
             for name, size in zip(AXES, self.sizes, strict=True)
         ]
-        return tuple(sorted(self.rank_of(**dict(zip(AXES, place, strict=True))) for place in product(*choices)))
+        return tuple(
+            sorted(self.rank_of(**dict(zip(AXES, place, strict=True))) for place in product(*choices))
+        )
 
 
 def _refuse_unknown(axes: Iterable[str]) -> None:

@@ -28,7 +28,9 @@ class ParameterRecord:
     global_shape: tuple[int, ...]
     name: str = ""  # in the whole model, the same at every layout
     shard_dim: int | None = None  # cut contiguously over tp along this dimension; None: replicated
-    partial_under_sp: bool = False  # with sequence parallel each tp rank holds only a part of the gradient's sum
+    partial_under_sp: bool = (
+        False  # with sequence parallel each tp rank holds only a part of the gradient's sum
+    )
     tied: bool = False  # a second copy lives on another pipeline stage
     counted: bool = True  # this copy counts in norms (False for the last stage's copy of a tied weight)
     decay: bool = True  # weight decay applies
@@ -36,9 +38,13 @@ class ParameterRecord:
 
     def __post_init__(self) -> None:
         if self.shard_dim is not None and not 0 <= self.shard_dim < len(self.global_shape):
-            raise ValueError(f"{self.name or 'parameter'}: no dimension {self.shard_dim} in {self.global_shape}")
+            raise ValueError(
+                f"{self.name or 'parameter'}: no dimension {self.shard_dim} in {self.global_shape}"
+            )
         if self.valid_rows is not None and not 0 <= self.valid_rows <= self.global_shape[0]:
-            raise ValueError(f"{self.name or 'parameter'}: {self.valid_rows} valid rows in {self.global_shape}")
+            raise ValueError(
+                f"{self.name or 'parameter'}: {self.valid_rows} valid rows in {self.global_shape}"
+            )
 
     def local_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of one shard. Raises ValueError if the sharded dimension does not divide by `tp_size`."""

@@ -51,7 +51,9 @@ class ProcessMesh:
     world: Axis
     embedding: Axis  # first and last stage, which share a tied weight; size 1 on the stages between
     pp_forward: Axis  # the pp ranks again, for activations only ...
-    pp_backward: Axis  # ... and for gradients only: sends that cross never wait for each other in one communicator
+    pp_backward: (
+        Axis  # ... and for gradients only: sends that cross never wait for each other in one communicator
+    )
 
     @property
     def world_size(self) -> int:
@@ -97,7 +99,9 @@ class _GroupBuilder:
 
     def keep_step(self) -> None:
         """Build a group of this rank alone, where others build one that this rank has no part in."""
-        dist.new_group([self._rank], timeout=self._timeout, backend=self._backend, use_local_synchronization=True)
+        dist.new_group(
+            [self._rank], timeout=self._timeout, backend=self._backend, use_local_synchronization=True
+        )
 
     def _axis(self, ranks: tuple[int, ...], group: dist.ProcessGroup | None) -> Axis:
         return Axis(len(ranks), ranks.index(self._rank), ranks, group)

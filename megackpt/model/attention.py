@@ -44,6 +44,7 @@ class Attention(nn.Module):
         )
         self.residual = Residual(config, tp, self.proj.bias)
         self.rotated = int(d * config.rotary_percent) if config.position_embedding_type == "rope" else 0
+        self.tables: Tensor
         if self.rotated:
             tables = rope_tables(config.seq_length, self.rotated, config.rotary_base, tp.dtype, tp.device)
             self.register_buffer("tables", tables, persistent=False)

@@ -71,5 +71,5 @@ class RMSNorm(nn.Module):
 
 def make_norm(config: ModelConfig, tp: TensorParallel, name: str) -> LayerNorm | RMSNorm:
     """The norm that the configuration names; ``name`` is the module's global name."""
-    kinds = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
-    return kinds[config.normalization](tp, config.hidden_size, config.norm_epsilon, name)
+    kind = RMSNorm if config.normalization == "RMSNorm" else LayerNorm
+    return kind(tp, config.hidden_size, config.norm_epsilon, name)

@@ -120,6 +120,7 @@ class WandbWriter:
             x_save_requirements=False,
             init_timeout=30,
         )
+        self._end = wandb.teardown
         self._run = wandb.init(
             project=project,
             name=name,
@@ -140,6 +141,7 @@ class WandbWriter:
 
     def close(self) -> None:
         self._run.finish()
+        self._end()  # a service process writes the file; it may still be at it when `finish` returns
 
 
 def _mode(wandb: Any, warn: Callable[[str], None]) -> Literal["offline"] | None:

@@ -84,7 +84,8 @@ class LearningRate:
         if use_saved:
             return LearningRate(**saved)
         own = asdict(self)
-        different = [f"{key} {saved.get(key)} -> {own[key]}" for key in own if saved.get(key) != own[key]]
+        idle = {"minimum", "decay_samples"} if self.style == "constant" else set()
+        different = [f"{k} {saved.get(k)} -> {own[k]}" for k in own if k not in idle and saved.get(k) != own[k]]
         if different:
             raise UsageError(
                 f"the learning-rate schedule differs from the checkpoint's: {', '.join(different)}. Choose "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import TracebackType
 from typing import Protocol
 
 
@@ -11,7 +12,9 @@ class TapeLike(Protocol):
 
     def __enter__(self) -> object: ...
 
-    def __exit__(self, *failure: object) -> object: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
+    ) -> object: ...
 
     def close(self) -> None:
         """Free everything the tape still owns."""

@@ -9,12 +9,23 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 KEEP = "keep"
 REPLAY = "replay"
-CHOICES = (KEEP, REPLAY)
+OFFLOAD_HOST = "offload_host"
+OFFLOAD_DISK = "offload_disk"
+SHARD = "shard"
+
+# Where a kept tensor may wait other than whole and on its device; the trainer hands the tape a tier of that name.
+TIERS = (OFFLOAD_HOST, OFFLOAD_DISK, SHARD)
+_CHOICES = {
+    "output": (KEEP, REPLAY, *TIERS),
+    "internals": (KEEP, REPLAY, OFFLOAD_HOST, OFFLOAD_DISK),
+    "masks": (KEEP, REPLAY),
+}
 
 
 @dataclass(frozen=True)
@@ -22,7 +33,8 @@ class Decision:
     """What happens to one step's output, to what autograd saves inside it, and to its dropout masks.
 
     ``masks`` stands apart from ``internals`` because a mask can be drawn again from the random stream alone,
-    without replaying its step: ``keep`` stores one byte per element, ``replay`` stores nothing.
+    without replaying its step: ``keep`` stores one byte per element, ``replay`` stores nothing.  ``shard`` keeps of
+    an output that all tensor-parallel ranks hold whole only this rank's part, and gathers it when it is asked for.
     """
 
     output: str = KEEP
@@ -30,9 +42,9 @@ class Decision:
     masks: str = KEEP
 
     def __post_init__(self) -> None:
-        for name in ("output", "internals", "masks"):
-            if getattr(self, name) not in CHOICES:
-                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {CHOICES}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
 
     @property
     def keeps_all(self) -> bool:
@@ -40,6 +52,11 @@ class Decision:
 
     def to_json(self) -> dict[str, str]:
         return {"output": self.output, "internals": self.internals, "masks": self.masks}
+
+
+def group_at(groups: Sequence[Group], layer: int) -> Group | None:
+    """The group that starts at global layer ``layer``, if one does."""
+    return next((g for g in groups if g.first == layer), None)
 
 
 KEEP_ALL = Decision()
@@ -70,20 +87,37 @@ class SaveSet:
         }
 
     @staticmethod
-    def from_json(data: Mapping) -> SaveSet:
+    def from_json(data: Mapping[str, Any]) -> SaveSet:
         return SaveSet({k: Decision(**d) for k, d in data["decisions"].items()}, Decision(**data["default"]))
 
 
 @dataclass(frozen=True)
 class Group:
-    """Layers ``first`` to ``last`` (global indices, inclusive) replayed as one step from the group's input."""
+    """Layers ``first`` to ``last`` (global indices, inclusive) replayed as one step from the group's input.
+
+    ``inner`` None: the replay keeps everything of the group at once.  Otherwise the replay follows the plan again:
+    the groups of ``inner`` (possibly none), and the layers' own save-sets.  Groups in groups are trees: binomial
+    schedules, and whatever else a chain planner gives.
+    """
 
     first: int
     last: int
+    inner: tuple[Group, ...] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last:
             raise ValueError(f"a group runs from a first to a last layer, got {self.first} to {self.last}")
+        for group in self.inner or ():
+            if not self.first <= group.first <= group.last <= self.last:
+                raise ValueError(f"group {group.first} to {group.last} is not inside {self.first} to {self.last}")
+
+    def to_json(self) -> list[object]:
+        return [self.first, self.last, None if self.inner is None else [g.to_json() for g in self.inner]]
+
+    @staticmethod
+    def from_json(data: Sequence[Any]) -> Group:
+        first, last, inner = data
+        return Group(first, last, None if inner is None else tuple(Group.from_json(g) for g in inner))
 
 
 @dataclass(frozen=True)
@@ -95,10 +129,6 @@ class ChunkPlan:
 
     def save_set(self, address: str) -> SaveSet:
         return self.save_sets.get(address, KEEP_EVERYTHING)
-
-    def group_at(self, layer: int) -> Group | None:
-        """The group that starts at global layer ``layer``, if one does."""
-        return next((g for g in self.groups if g.first == layer), None)
 
     @property
     def keeps_all(self) -> bool:
@@ -129,22 +159,19 @@ class Plan:
                     if save_set not in sets:
                         sets.append(save_set)
                     places[address] = sets.index(save_set)
-                chunks.append({"save_sets": places, "groups": [[g.first, g.last] for g in chunk.groups]})
+                chunks.append({"save_sets": places, "groups": [g.to_json() for g in chunk.groups]})
             stages.append(chunks)
         return {"version": 1, "name": self.name, "sets": [s.to_json() for s in sets], "stages": stages}
 
     @staticmethod
-    def from_json(data: Mapping) -> Plan:
+    def from_json(data: Mapping[str, Any]) -> Plan:
         if data.get("version") != 1:
             raise ValueError(f"plan version {data.get('version')!r}; this code reads version 1")
         sets = [SaveSet.from_json(s) for s in data["sets"]]
 
-        def chunk(entry: Mapping) -> ChunkPlan:
-            groups: Iterable = entry["groups"]
-            return ChunkPlan(
-                {address: sets[i] for address, i in entry["save_sets"].items()},
-                tuple(Group(first, last) for first, last in groups),
-            )
+        def chunk(entry: Mapping[str, Any]) -> ChunkPlan:
+            places = {address: sets[i] for address, i in entry["save_sets"].items()}
+            return ChunkPlan(places, tuple(Group.from_json(g) for g in entry["groups"]))
 
         return Plan(tuple(tuple(chunk(c) for c in stage) for stage in data["stages"]), data["name"])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from megackpt.plan.decision import REPLAY, ChunkPlan, SaveSet
+from megackpt.plan.decision import REPLAY, ChunkPlan, SaveSet, group_at
 from megackpt.plan.steps import BLOCK, Step
 
 
@@ -51,7 +51,7 @@ def replayed_by_layer(plan: ChunkPlan, layers: range, absent: Collection[str] = 
     result = []
     group = None
     for layer in layers:
-        group = plan.group_at(layer) or group
+        group = group_at(plan.groups, layer) or group
         if group is not None and layer <= group.last:
             result.append(every if layer < group.last else every[: every.index("mlp.down")])
         else:

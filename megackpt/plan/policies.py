@@ -97,5 +97,20 @@ def chunk_plan(
 
 def plan_for(stages: Sequence[Sequence[range]], **policy: object) -> Plan:
     """The plan for layers by [stage][chunk] under one policy for all."""
-    name = " ".join(str(v) for v in policy.values())
-    return Plan(tuple(tuple(chunk_plan(c, **policy) for c in s) for s in stages), name)  # type: ignore[arg-type]
+    return Plan(tuple(tuple(chunk_plan(c, **policy) for c in s) for s in stages), policy_name(**policy))  # type: ignore
+
+
+def policy_name(
+    granularity: str,
+    method: str = "uniform",
+    num_layers: int = 1,
+    modules: Sequence[str] = ("core_attn",),
+    keep: str = "boundaries",
+) -> str:
+    """The policy in the words of its flags: ``selective (core_attn)``, ``full, block 3, layer-input``."""
+    if granularity == "selective":
+        return f"selective ({', '.join(modules)})"
+    if granularity != "full":
+        return granularity
+    grouped = method == "uniform" and num_layers > 1
+    return f"full, {method} {num_layers}, {'group input' if grouped else keep}"

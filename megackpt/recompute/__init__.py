@@ -15,6 +15,6 @@ from megackpt.recompute.step import Scope, at, chain, step
 from megackpt.recompute.tape import Tape
 
 __all__ = [
-    "KeptBytes", "MaskSource", "ReplayError", "RngLedger", "Scope", "Stream", "Tape", "at", "chain", "dropout", "is_replaying", "keep_scale",
-    "masks_kept", "product_wanted", "step",
+    "KeptBytes", "MaskSource", "ReplayError", "RngLedger", "Scope", "Stream", "Tape", "at", "chain", "dropout",
+    "is_replaying", "keep_scale", "masks_kept", "product_wanted", "step",
 ]  # fmt: skip

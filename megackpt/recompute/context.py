@@ -24,7 +24,8 @@ MERGED = 2  # they are part of the running step, in its forward and in its repla
 class Frame(Protocol):
     """What the innermost running step shows to code inside it."""
 
-    replaying: bool
+    @property
+    def replaying(self) -> bool: ...
 
     def still_wanted(self, packs: int) -> bool: ...
 
@@ -36,7 +37,7 @@ class _State(threading.local):
         self.masks: str = KEEP  # its decision for dropout masks
         self.inner: int = LIVE
         self.clear_task = -1  # the backward that `to_clear` belongs to
-        self.to_clear: list[weakref.ref] = []
+        self.to_clear: list[weakref.ref[Any]] = []
 
     def read(self) -> tuple[Any, Any, str, int]:
         return self.tape, self.frame, self.masks, self.inner
@@ -61,7 +62,7 @@ def product_wanted(packs: int) -> bool:
     uninitialised product of the right shape when the answer is False: the replay ends before anyone reads it.
     """
     frame = state.frame
-    return frame is None or not frame.replaying or frame.still_wanted(packs)
+    return frame is None or frame.still_wanted(packs)
 
 
 def masks_kept() -> bool:

@@ -8,8 +8,8 @@
 
 Who holds whom (the whole memory behaviour follows from it)::
 
-    autograd node ─▶ View ─▶ Box ─▶ Cell ─▶ Record ─▶ inputs (Kept, or Cell + Box until replayed)
-    storage ─▶ Tag ─▶ Record (cut when the tape ends)      Record ┄▷ slots and cells (weak)
+    autograd node ─▶ View ─▶ Box ─▶ Cell ─▶ Producer ─▶ inputs (Kept, or Cell + Box until replayed)
+    storage ─▶ Tag ─▶ Producer (cut when the tape ends)      Producer ┄▷ slots and cells (weak)
 
 A rebuilt value lives in a Box or an Internal, so it dies with the node that saved it; there are no use counts.
 A record that still has to replay also holds the boxes of its inputs, so that an input rebuilt for someone else
@@ -25,7 +25,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from megackpt.recompute.record import Record
+    from megackpt.recompute.producer import Producer
+    from megackpt.recompute.replay import Record
 
 _OUTPUT_TAG = "_megackpt_tag"
 
@@ -85,12 +86,12 @@ class Internal:
 
 
 class Cell:
-    """The identity of one dropped output storage of one record."""
+    """The identity of one dropped output storage of one producer."""
 
-    __slots__ = ("record", "index", "box", "__weakref__")
+    __slots__ = ("producer", "index", "box", "__weakref__")
 
-    def __init__(self, record: Record, index: int) -> None:
-        self.record = record
+    def __init__(self, producer: Producer, index: int) -> None:
+        self.producer = producer
         self.index = index
         self.box: weakref.ref[Box] | None = None
 
@@ -129,29 +130,23 @@ class View:
 
 
 class Tag:
-    """Written on the storage object of a dropped output: says which record rebuilds it.
+    """Written on the storage object of a dropped output: says who rebuilds it.
 
     The Python object of a storage lives exactly as long as the storage and takes attributes, so no table of
     addresses exists and a reused address cannot be mistaken.
     """
 
-    __slots__ = ("record", "index", "dtype", "version", "_cell", "__weakref__")
+    __slots__ = ("producer", "index", "dtype", "version", "__weakref__")
 
-    def __init__(self, record: Record, index: int, tensor: Tensor) -> None:
-        self.record: Record | None = record
+    def __init__(self, producer: Producer, index: int, tensor: Tensor) -> None:
+        self.producer: Producer | None = producer  # None once the tape has ended
         self.index = index
         self.dtype = tensor.dtype
         self.version = version_of(tensor)
-        self._cell: weakref.ref[Cell] | None = None
 
     def cell(self) -> Cell:
-        cell = self._cell() if self._cell is not None else None
-        if cell is None:
-            assert self.record is not None
-            cell = Cell(self.record, self.index)
-            self._cell = weakref.ref(cell)
-            self.record.cells[self.index] = self._cell
-        return cell
+        assert self.producer is not None
+        return self.producer.cell(self.index)
 
 
 def write_tag(tensor: Tensor, tag: Tag) -> None:
@@ -162,7 +157,7 @@ def live_tag(tensor: Tensor) -> Tag | None:
     """The tag of a dropped output this tensor can be rebuilt from, else None: untagged, tag cut, changed in place
     since its step ended, or seen through another type or a lazy conjugate."""
     tag: Tag | None = getattr(tensor.untyped_storage(), _OUTPUT_TAG, None)
-    if tag is None or tag.record is None:
+    if tag is None or tag.producer is None:
         return None
     if tensor.dtype != tag.dtype or version_of(tensor) != tag.version or tensor.is_conj() or tensor.is_neg():
         return None

@@ -1,27 +1,86 @@
-"""Replay: run a record's step again, in the forward's surroundings, and fill what is wanted of it.
+"""Replay: run a dropped step again, in the forward's surroundings, and fill what is wanted of it.
 
-Only what is needed runs, once, in order: a handle demands its record, the record's missing inputs demand theirs
-(by a work list; a chain of hundreds of dropped steps must not overflow the stack), and a replay ends at the last
-tensor that is wanted.  The graph that a replay builds is thrown away at once; the forward's own graph is the one
-that runs.
+Only what is needed runs, once, in order: a handle demands its producer, whose missing inputs demand theirs (by a work
+list; a chain of hundreds of dropped steps must not overflow the stack), and a replay ends at the last tensor that is
+wanted.  The graph that a replay builds is thrown away at once; the forward's own graph is the one that runs.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megackpt.recompute.call import StepCall, autocast_as, tensors_of
 from megackpt.recompute.context import state
 from megackpt.recompute.handle import Internal, Kept, ReplayError, View
-from megackpt.recompute.record import Record, tensors_of
+from megackpt.recompute.producer import Producer
+
+if TYPE_CHECKING:
+    from megackpt.recompute.tape import Tape
 
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+
+
+class Record(Producer):
+    """One dropped step of one forward: its call, and the slots of what autograd saved inside it."""
+
+    __slots__ = ("tape", "call", "packs", "slots")
+
+    def __init__(self, tape: Tape, call: StepCall) -> None:
+        super().__init__(call.where)
+        self.tape = tape
+        self.call = call
+        self.packs = 0
+        self.slots: dict[int, weakref.ref[Internal]] = {}
+
+    def missing(self) -> list[Producer]:
+        return [p for a in self.call.inputs() if (p := a.missing()) is not None]
+
+    def wanted(self) -> bool:
+        return bool(self.wanted_slots()) or bool(self.wanted_boxes())
+
+    def wanted_slots(self) -> dict[int, Internal]:
+        return {i: h for i, ref in self.slots.items() if (h := ref()) is not None and h.value is None}
+
+    def clear(self) -> None:
+        super().clear()
+        for slot in self.slots.values():
+            if (h := slot()) is not None:
+                h.value = None
+
+    def rebuild(self) -> None:
+        """Run the step once more.  Everything ambient is put back even when it fails: grad mode, hooks, random
+        streams, replay context."""
+        frame, call, ledger = ReplayFrame(self), self.call, self.tape.ledger
+        args, kwargs = call.arguments()
+        before = ledger.snapshot() if call.rng is not None else None
+        grad, ambient = torch.is_grad_enabled(), state.read()
+        state.write((self.tape, frame, call.masks, call.inner))
+        torch._C._set_grad_enabled(True)
+        push_hooks(frame.pack, _no_unpack)
+        try:
+            if call.rng is not None:
+                ledger.restore(call.rng)
+            with autocast_as(call.autocast):
+                frame.finish(call.fn(*args, **kwargs))
+        except _Stop:
+            pass
+        except ReplayError:
+            raise
+        except Exception as error:
+            raise ReplayError(f"replay of {self.where} failed: {type(error).__name__}: {error}") from error
+        finally:
+            pop_hooks()
+            torch._C._set_grad_enabled(grad)
+            state.write(ambient)
+            if before is not None:
+                ledger.restore(before)
+            self.tape.cut()  # inner steps tagged what this replay made
+        call.release()
 
 
 class _Stop(BaseException):
@@ -74,7 +133,7 @@ class ReplayFrame:
                     box.value = tensor.detach()
 
 
-def _words(meta: tuple) -> str:
+def _words(meta: tuple[Any, ...]) -> str:
     return f"shape {tuple(meta[0])}, {meta[1]}, {meta[2]}"
 
 
@@ -82,88 +141,29 @@ def _no_unpack(_: Any) -> Tensor:
     raise ReplayError("backward was called on a graph built by a replay")
 
 
-def run_again(record: Record) -> None:
-    """Replay ``record`` once: fill every slot and box of it that is alive.  Its inputs must be there.
-
-    Everything ambient is put back even when the step fails: grad mode, hooks, random streams, replay context.
-    """
-    frame = ReplayFrame(record)
-    args, kwargs = record.arguments()
-    ledger = record.tape.ledger
-    before = ledger.snapshot() if record.rng is not None else None
-    grad, ambient = torch.is_grad_enabled(), state.read()
-    state.write((record.tape, frame, record.masks, record.inner))
-    torch._C._set_grad_enabled(True)
-    push_hooks(frame.pack, _no_unpack)
-    try:
-        if record.rng is not None:
-            ledger.restore(record.rng)
-        with _autocast(record.autocast):
-            frame.finish(record.fn(*args, **kwargs))
-    except _Stop:
-        pass
-    except ReplayError:
-        raise
-    except Exception as error:
-        raise ReplayError(f"replay of {record.where} failed: {type(error).__name__}: {error}") from error
-    finally:
-        pop_hooks()
-        torch._C._set_grad_enabled(grad)
-        state.write(ambient)
-        if before is not None:
-            ledger.restore(before)
-    record.release_inputs()
-    if record.tape.clear_after_backward:
-        _clear_when_backward_ends(record)
-
-
-def _clear_when_backward_ends(record: Record) -> None:
-    """What a backward rebuilt and did not release (retain_graph) goes when that backward ends.  The engine's
-    callbacks are keyed by the graph task, since a backward that raised never runs its own."""
-    task = torch._C._current_graph_task_id()
-    if task < 0:
-        return
-    if state.clear_task != task:
-        state.clear_task, state.to_clear = task, []
-        torch.autograd.Variable._execution_engine.queue_callback(_Clear(state.to_clear))
-    state.to_clear.append(weakref.ref(record))
-
-
-class _Clear:
-    __slots__ = ("records",)
-
-    def __init__(self, records: list[weakref.ref[Record]]) -> None:
-        self.records = records
-
-    def __call__(self) -> None:
-        for ref in self.records:
-            if (record := ref()) is not None:
-                record.clear()
-        self.records.clear()
-
-
-def demand(record: Record) -> None:
-    """Replay ``record`` after whatever it reads that is missing."""
-    work = [record]
+def demand(producer: Producer) -> None:
+    """Rebuild ``producer`` after whatever it reads that is missing."""
+    work = [producer]
     while work:
         current = work[-1]
-        missing = [r for a in current.inputs() if (r := a.missing()) is not None]
+        missing = current.missing()
         if missing:
             work += missing
             continue
         work.pop()
-        if current.wanted_slots() or current.wanted_boxes():  # two readers may have asked for it
-            run_again(current)
+        if current.wanted():  # two readers may have asked for it
+            current.rebuild()
+            _clear_when_backward_ends(current)
 
 
 def resolve(handle: Kept | Internal | View) -> Tensor:
-    """The tensor behind a handle, replaying what is needed: autograd's unpack hook."""
+    """The tensor behind a handle, rebuilding what is needed: autograd's unpack hook."""
     while True:
         if type(handle) is Kept:
             return handle.get()
         if type(handle) is View:
             if handle.box.value is None:
-                demand(handle.box.cell.record)
+                demand(handle.box.cell.producer)
             assert handle.box.value is not None
             return handle.over(handle.box.value)
         assert type(handle) is Internal
@@ -174,23 +174,26 @@ def resolve(handle: Kept | Internal | View) -> Tensor:
         handle = handle.value
 
 
-def autocast_state() -> list[tuple[str, torch.dtype]]:
-    """Devices on which autocast is on now, with its type."""
-    return [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+def _clear_when_backward_ends(producer: Producer) -> None:
+    """What a backward rebuilt and did not release (retain_graph) goes when that backward ends.  The engine's
+    callbacks are keyed by the graph task, since a backward that raised never runs its own."""
+    task = torch._C._current_graph_task_id()
+    if task < 0 or (isinstance(producer, Record) and not producer.tape.clear_after_backward):
+        return
+    if state.clear_task != task:
+        state.clear_task, state.to_clear = task, []
+        torch.autograd.Variable._execution_engine.queue_callback(_Clear(state.to_clear))
+    state.to_clear.append(weakref.ref(producer))
 
 
-@contextmanager
-def _autocast(wanted: list[tuple[str, torch.dtype]]) -> Iterator[None]:
-    """The forward's autocast state, weight cache off; nothing at all when autocast is off then and now."""
-    now = autocast_state()
-    contexts = []
-    for device in dict.fromkeys(d for d, _ in (*now, *wanted)):
-        dtype = dict(wanted).get(device)
-        contexts.append(torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False))
-    for context in contexts:
-        context.__enter__()
-    try:
-        yield
-    finally:
-        for context in reversed(contexts):
-            context.__exit__(None, None, None)
+class _Clear:
+    __slots__ = ("producers",)
+
+    def __init__(self, producers: list[weakref.ref[Producer]]) -> None:
+        self.producers = producers
+
+    def __call__(self) -> None:
+        for ref in self.producers:
+            if (producer := ref()) is not None:
+                producer.clear()
+        self.producers.clear()

@@ -98,7 +98,7 @@ class RngLedger:
         return positions + self._default_states() if self._defaults else positions
 
     def _default_states(self) -> tuple[torch.Tensor, ...]:
-        states = (torch.default_generator.get_state(),)
+        states: tuple[torch.Tensor, ...] = (torch.default_generator.get_state(),)
         if torch.cuda.is_initialized():
             states += (torch.cuda.default_generators[torch.cuda.current_device()].get_state(),)
         return states

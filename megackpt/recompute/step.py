@@ -16,12 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from megackpt.plan import KEEP, REPLAY, Decision
+from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, group_at
+from megackpt.recompute.call import StepCall, tensors_of
 from megackpt.recompute.context import COUNTED, LIVE, MERGED, state
 from megackpt.recompute.handle import Internal, Kept, Tag, View, live_tag, write_tag
-from megackpt.recompute.record import Record, tensors_of
-from megackpt.recompute.replay import autocast_state, pop_hooks, push_hooks, resolve
+from megackpt.recompute.producer import Producer
+from megackpt.recompute.replay import Record, pop_hooks, push_hooks, resolve
 from megackpt.recompute.rng import same_state
 from megackpt.recompute.tape import Tape
 
@@ -41,15 +43,14 @@ class Scope:
 
     def __call__(self, name: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         tape = state.tape
-        if tape is None or not torch.is_grad_enabled():
+        if tape is None or state.inner == MERGED or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         decision = tape.plan.save_set(self.address)[name]
-        if state.inner == MERGED:
-            return fn(*args, **kwargs)
         if state.inner == COUNTED or not tape.live:
             return _with_masks(decision.masks, fn, args, kwargs)
         where = f"{self.address} {name}" if self.address else name
-        return _run(tape, where, decision, fn, args, kwargs, COUNTED)
+        result: T = run_step(tape, where, decision, fn, args, kwargs)
+        return result
 
 
 def at(address: str) -> Scope:
@@ -69,29 +70,31 @@ def step(name: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 def chain(layers: Sequence[tuple[int, Module]], x: Tensor) -> Tensor:
     """Run numbered layers one after another, the plan's groups of them as one dropped step each."""
     tape = state.tape
-    if tape is None or not torch.is_grad_enabled() or not tape.plan.groups or state.inner != LIVE:
-        return _in_turn([module for _, module in layers], x)
-    place = 0
+    if tape is None or not torch.is_grad_enabled() or state.inner != LIVE:
+        return _in_turn((), layers, x)
+    return _in_turn(tape.plan.groups, layers, x)
+
+
+def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Module]], x: Tensor) -> Tensor:
+    """The layers in order; ``groups`` count only where steps are live (a group's own forward is not)."""
+    tape, place = state.tape, 0
+    live = bool(groups) and state.inner == LIVE
     while place < len(layers):
         first, module = layers[place]
-        group = tape.plan.group_at(first)
+        group = group_at(groups, first) if live else None
         if group is None:
             x, place = module(x), place + 1
             continue
-        members = [m for index, m in layers if group.first <= index <= group.last]
+        assert tape is not None
+        members = layers[place : place + group.last - group.first + 1]
         where = f"layers {group.first} to {group.last}"
-        x = _run(tape, where, _GROUP, partial(_in_turn, members), (x,), {}, MERGED)
+        inner = MERGED if group.inner is None else COUNTED
+        x = run_step(tape, where, _GROUP, partial(_in_turn, group.inner or (), members), (x,), {}, inner)
         place += len(members)
     return x
 
 
-def _in_turn(modules: Sequence[Module], x: Tensor) -> Tensor:
-    for module in modules:
-        x = module(x)
-    return x
-
-
-def _with_masks(masks: str, fn: Callable[..., T], args: tuple, kwargs: Mapping[str, Any]) -> T:
+def _with_masks(masks: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
     before, state.masks = state.masks, masks
     try:
         return fn(*args, **kwargs)
@@ -99,25 +102,34 @@ def _with_masks(masks: str, fn: Callable[..., T], args: tuple, kwargs: Mapping[s
         state.masks = before
 
 
-class _ForwardFrame:
+class ForwardFrame:
     """The pack hook of one step's forward."""
 
-    __slots__ = ("tape", "where", "record", "drop", "count", "parent", "inputs", "kept_inside")
-    replaying = False
+    __slots__ = ("tape", "where", "record", "internals", "count", "parent", "inputs", "held", "stored")
 
-    def __init__(self, tape: Tape, where: str, record: Record | None, drop: bool, inputs: tuple) -> None:
+    def __init__(self, tape: Tape, where: str, record: Record | None, internals: str, inputs: tuple[Any, ...]) -> None:
         self.tape = tape
         self.where = where
         self.record = record
-        self.drop = drop
+        self.internals = internals
         self.count = 0
         self.inputs = inputs
-        self.kept_inside: set[int] = set()
+        self.held: set[int] = set()  # storages that stay on the device for a kept internal
+        self.stored: dict[tuple[int, torch.dtype], Producer] = {}  # storages of internals that wait in a tier
         parent = state.frame
         self.parent = parent if parent is not None and parent.replaying else None
 
+    @property
+    def replaying(self) -> bool:
+        return self.parent is not None
+
     def still_wanted(self, packs: int) -> bool:
-        return True
+        return self.parent is None or self.parent.still_wanted(packs)
+
+    def fill(self, tensor: Tensor, handle: Kept | Internal | View) -> None:
+        """A step inside this one, inside a replay, saved something: it concerns only who is replaying."""
+        assert self.parent is not None
+        self.parent.fill(tensor, handle)
 
     def is_input(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()._cdata
@@ -126,43 +138,65 @@ class _ForwardFrame:
     def pack(self, tensor: Tensor) -> Kept | Internal | View:
         handle = self._handle(tensor)
         self.count += 1
-        if self.parent is not None:  # we run inside a replay: the handle fills the outer step's slot
+        if self.parent is not None:
             self.parent.fill(tensor, handle)
         return handle
 
     def _handle(self, tensor: Tensor) -> Kept | Internal | View:
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        if is_parameter(tensor):
             return Kept(tensor, self.where)
         tag = live_tag(tensor)
         if tag is not None:
             return View(tag.cell().open(), tensor)
-        if self.drop and not self.is_input(tensor):
-            assert self.record is not None
-            slot = Internal(self.record, tensor)
-            self.record.slots[self.count] = weakref.ref(slot)
-            return slot
+        if self.internals != KEEP and not self.is_input(tensor):
+            if self.internals == REPLAY:
+                return self._slot(tensor)
+            if not (tensor.is_conj() or tensor.is_neg()):
+                return self._elsewhere(tensor)
         kept = Kept(tensor, self.where, self.tape.outer)
         self.tape.note_kept(kept, self.where)
         if self.record is not None:
-            self.kept_inside.add(tensor.untyped_storage()._cdata)
+            self.held.add(tensor.untyped_storage()._cdata)
         return kept
 
+    def _slot(self, tensor: Tensor) -> Internal:
+        assert self.record is not None
+        slot = Internal(self.record, tensor)
+        self.record.slots[self.count] = weakref.ref(slot)
+        return slot
 
-def _run(
-    tape: Tape, where: str, decision: Decision, fn: Callable, args: tuple, kwargs: Mapping[str, Any], inner: int
+    def _elsewhere(self, tensor: Tensor) -> View:
+        key = (tensor.untyped_storage()._cdata, tensor.dtype)
+        producer = self.stored.get(key)
+        if producer is None:
+            producer = self.stored[key] = self.tape.store(self.internals, self.where, tensor)
+        return View(producer.cell(0).open(), tensor)
+
+
+def run_step(
+    tape: Tape,
+    where: str,
+    decision: Decision,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    inner: int = COUNTED,
 ) -> Any:
-    """The forward of one step under a live tape."""
+    """The forward of one step under a live tape.
+
+    ``inner``: what steps inside a dropped one are, COUNTED (they decide for themselves in the replay) or MERGED.
+    """
+    _refuse_transforms(where, args)
     record = None
-    dropped = not decision.keeps_all
-    if dropped:
-        record = Record(where, tape, fn, decision.masks, LIVE if inner == COUNTED else MERGED)
-        record.hold_inputs(args, kwargs)
-        record.autocast = autocast_state()
+    if decision.output == REPLAY or decision.internals == REPLAY:
+        call = StepCall(where, fn, decision.masks, LIVE if inner == COUNTED else MERGED)
+        call.hold(args, kwargs, tape.outer)
+        record = Record(tape, call)
         rng = tape.ledger.snapshot()
     inputs = (*args, *kwargs.values()) if kwargs else args
-    frame = _ForwardFrame(tape, where, record, decision.internals == REPLAY, inputs)
+    frame = ForwardFrame(tape, where, record, decision.internals, inputs)
     ambient = state.read()
-    state.write((tape, frame, decision.masks, inner if dropped else LIVE))
+    state.write((tape, frame, decision.masks, LIVE if record is None else inner))
     push_hooks(frame.pack, resolve)
     try:
         result = fn(*args, **kwargs)
@@ -171,26 +205,45 @@ def _run(
         state.write(ambient)
     if record is not None:
         if not same_state(rng, tape.ledger.snapshot()):
-            record.rng = rng
+            record.call.rng = rng
         record.packs = frame.count
-        record.check_inputs_unchanged()
+        record.call.check_inputs_unchanged()
         tape.note_record(record)
-        if decision.output == REPLAY:
-            _tag_outputs(tape, record, frame, result)
+    if decision.output != KEEP:
+        _drop_outputs(frame, decision.output, result)
     return result
 
 
-def _tag_outputs(tape: Tape, record: Record, frame: _ForwardFrame, result: Any) -> None:
-    """Mark each storage the step made.  One that belongs to an input or a parameter, or that a kept internal holds
-    anyway, stays kept."""
+def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
+    """Tag each storage that the step made with who rebuilds it.  One that belongs to an input or a parameter, or that
+    a kept internal holds anyway, stays kept."""
     seen: set[int] = set()
     for index, tensor in enumerate(tensors_of(result)):
         storage = tensor.untyped_storage()._cdata
-        if storage in seen or storage in frame.kept_inside or frame.is_input(tensor):
-            continue
-        if isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter):
+        if storage in seen or storage in frame.held or frame.is_input(tensor) or is_parameter(tensor):
             continue
         seen.add(storage)
-        tag = Tag(record, index, tensor)
+        if choice in TIERS:
+            tag = Tag(frame.tape.store(choice, frame.where, tensor), 0, tensor)
+        else:
+            assert frame.record is not None
+            tag = Tag(frame.record, index, tensor)
         write_tag(tensor, tag)
-        tape.note_tag(tag)
+        frame.tape.note_tag(tag)
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """A parameter or a view of one (``F.linear`` saves ``weight.t()``)."""
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+
+
+def _refuse_transforms(where: str, args: tuple[Any, ...]) -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise RuntimeError(
+            f"{where}: torch.func transforms (grad, vmap, jvp) cannot see through a replayed step; apply them outside "
+            f"the tape, or without a plan"
+        )
+    if forward_ad._current_level >= 0 and any(
+        isinstance(a, Tensor) and forward_ad.unpack_dual(a).tangent is not None for a in args
+    ):
+        raise RuntimeError(f"{where}: an input carries a forward-mode tangent; forward-mode AD works without a tape")

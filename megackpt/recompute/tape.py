@@ -7,6 +7,7 @@ decision.  It owns no tensor; what is kept hangs on the autograd graph and goes 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
@@ -16,8 +17,10 @@ from megackpt.plan import ChunkPlan
 from megackpt.recompute.account import KeptBytes
 from megackpt.recompute.context import LIVE, state
 from megackpt.recompute.handle import Kept, Tag
-from megackpt.recompute.record import Record
+from megackpt.recompute.producer import Producer
+from megackpt.recompute.replay import Record
 from megackpt.recompute.rng import RngLedger
+from megackpt.recompute.tiers.base import Stored, Tier
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -28,6 +31,7 @@ class Tape:
     ``ledger``: the random state that replays must reproduce (default: torch's own generators).
     ``account``: also count the bytes kept, per storage, and book them there until the tape is closed; a plan that
     keeps everything costs nothing without it.
+    ``tiers``: the places of the decisions that put tensors elsewhere, by the decision's name.
     ``clear_after_backward``: False for a caller that splits one backward into several calls on purpose.
     """
 
@@ -37,6 +41,7 @@ class Tape:
         ledger: RngLedger | None = None,
         *,
         account: KeptBytes | None = None,
+        tiers: Mapping[str, Tier] | None = None,
         label: str = "",
         clear_after_backward: bool = True,
     ) -> None:
@@ -47,9 +52,11 @@ class Tape:
         self.live = account is not None or not plan.keeps_all
         self.outer: tuple[Any, Any] | None = None
         self._account = account
+        self._tiers = tiers or {}
         self._booked = 0
         self._tags: list[weakref.ref[Tag]] = []
         self._records: list[weakref.ref[Record]] = []
+        self._stored: list[weakref.ref[Stored]] = []
         self._kept: dict[int, tuple[str, int]] = {}
         self._previous: Tape | None = None
         self._transparent = False
@@ -75,10 +82,14 @@ class Tape:
         for ref in self._records:
             record = ref()
             if record is not None:
-                for a in record.inputs():
+                for a in record.call.inputs():
                     if a.kept is not None:
                         self.note_kept(a.kept, record.where)
         self._records.clear()
+        for place in self._stored:
+            stored = place()
+            if stored is not None and self._account is not None:
+                self._kept[id(stored)] = (stored.where, stored.ticket.held_bytes())
         if self._account is not None:
             self._booked = self.saved_bytes()
             self._account.add(self._booked)
@@ -95,8 +106,24 @@ class Tape:
         for ref in self._tags:
             tag = ref()
             if tag is not None:
-                tag.record = None
+                tag.producer = None
         self._tags.clear()
+
+    def ahead(self) -> None:
+        """Begin to bring back what waits in tiers, for a caller that knows the backward is near."""
+        for place in self._stored:
+            stored = place()
+            if stored is not None:
+                stored.ahead()
+
+    def store(self, choice: str, where: str, tensor: torch.Tensor) -> Producer:
+        """Put a tensor's storage into the tier of that name.  Raises ValueError if the tape was given none."""
+        tier = self._tiers.get(choice)
+        if tier is None:
+            raise ValueError(f"the plan says {choice} for {where}, but this run has no tier of that name")
+        stored = Stored(where, tier, tensor)
+        self._stored.append(weakref.ref(stored))
+        return stored
 
     def note_tag(self, tag: Tag) -> None:
         self._tags.append(weakref.ref(tag))

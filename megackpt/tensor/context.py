@@ -24,7 +24,9 @@ class TensorParallel:
     """The tp axis and all that its layers share."""
 
     axis: Axis
-    sequence_parallel: bool  # activations outside the split parts are sharded along the sequence; False if t = 1
+    sequence_parallel: (
+        bool  # activations outside the split parts are sharded along the sequence; False if t = 1
+    )
     ledger: RngLedger  # owns the streams "replicated" and "tensor"
     sink: GradientSink  # receives the weight gradients of linear layers
     dtype: torch.dtype  # of weights and activations

@@ -27,7 +27,9 @@ class _VocabParallelCrossEntropy(Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, targets: Tensor, axis: Axis, valid_vocab: int) -> Tensor:
         first = axis.index * logits.shape[-1]
-        valid = max(0, min(logits.shape[-1], valid_vocab - first))  # columns of this shard that are not padding
+        valid = max(
+            0, min(logits.shape[-1], valid_vocab - first)
+        )  # columns of this shard that are not padding
         compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
 
         peak = _peak(logits[..., :valid], axis, compute)  # [s, b]
@@ -54,7 +56,8 @@ class _VocabParallelCrossEntropy(Function):
         grad = grad.masked_fill(targets < 0, 0.0).unsqueeze(-1)  # [s, b, 1]
         local, mine = _localise(targets, ctx.first, ctx.valid)
         index = local.unsqueeze(-1)
-        at_target = (probabilities.gather(-1, index) - mine.unsqueeze(-1).to(probabilities.dtype)) * grad  # [s, b, 1], before any rounding
+        hit = mine.unsqueeze(-1).to(probabilities.dtype)
+        at_target = (probabilities.gather(-1, index) - hit) * grad  # [s, b, 1], before any rounding
         grad_logits = torch.empty_like(probabilities, dtype=ctx.dtype)
         torch.mul(probabilities, grad, out=grad_logits)
         return grad_logits.scatter_(-1, index, at_target.to(ctx.dtype)), None, None, None
@@ -89,6 +92,8 @@ def vocab_parallel_cross_entropy(logits: Tensor, targets: Tensor, axis: Axis, va
     if logits.shape[:-1] != targets.shape:
         raise ValueError(f"logits {tuple(logits.shape)} do not fit targets {tuple(targets.shape)}")
     if not 0 < valid_vocab <= logits.shape[-1] * axis.size:
-        raise ValueError(f"valid vocabulary {valid_vocab} with {axis.size} shards of {logits.shape[-1]} columns")
+        raise ValueError(
+            f"valid vocabulary {valid_vocab} with {axis.size} shards of {logits.shape[-1]} columns"
+        )
     torch._assert_async((targets < valid_vocab).all(), f"a target is outside the vocabulary of {valid_vocab}")
     return _VocabParallelCrossEntropy.apply(logits, targets, axis, valid_vocab)

@@ -19,11 +19,15 @@ from megackpt.mesh.parameter import ParameterRecord
 from megackpt.mesh.process_mesh import Axis
 from megackpt.tensor.context import seed_of
 
-BLOCK_ELEMENTS = 1 << 18  # 1 MiB of fp32: large enough to be fast, small enough to waste little at a shard's edge
+BLOCK_ELEMENTS = (
+    1 << 18
+)  # 1 MiB of fp32: large enough to be fast, small enough to waste little at a shard's edge
 
 
 @torch.no_grad()
-def initialise(param: Parameter, record: ParameterRecord, kind: str, std: float, seed: int, axis: Axis) -> None:
+def initialise(
+    param: Parameter, record: ParameterRecord, kind: str, std: float, seed: int, axis: Axis
+) -> None:
     """Fill this rank's shard of the parameter that `record` describes (with its name).
 
     `kind` is "normal" (mean 0, deviation `std`), "zeros" or "ones". Raises ValueError for another kind, for a

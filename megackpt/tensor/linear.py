@@ -39,7 +39,9 @@ class _Linear(Function):
         reduce_input_gradient: Axis | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.parameter = weight  # under saved-tensor hooks what comes back from saved_tensors is not the Parameter
+        ctx.parameter = (
+            weight  # under saved-tensor hooks what comes back from saved_tensors is not the Parameter
+        )
         ctx.sink = sink
         ctx.axis = reduce_input_gradient
         matrix = weight.view(-1, weight.shape[-1])  # [out, in]
@@ -136,7 +138,13 @@ class ColumnLinear(Module):
         if bias:
             kind = None if std is None else "zeros"
             self.bias = new_parameter(
-                tp, rows, name=f"{name}.bias", kind=kind, shard_dim=len(rows) - 1, decay=False, valid_rows=valid_rows
+                tp,
+                rows,
+                name=f"{name}.bias",
+                kind=kind,
+                shard_dim=len(rows) - 1,
+                decay=False,
+                valid_rows=valid_rows,
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -181,4 +189,3 @@ class RowLinear(Module):
     def forward(self, x: Tensor) -> Tensor:
         """x [s, b, in/t] -> this rank's partial sum [s, b, out], without the bias."""
         return linear(x, self.weight, None, self.tp.sink)
-

@@ -9,6 +9,7 @@ import torch
 
 from megackpt.data.position import DataPosition, resume_message
 from megackpt.mesh.device import DeviceSeam
+from megackpt.optim.lr_schedule import LearningRate
 from megackpt.persist import NamedShard, RunState, load, save
 from megackpt.persist.load import LoadReport
 from megackpt.train.build import Trainer
@@ -42,11 +43,20 @@ def save_run(trainer: Trainer, where: Position) -> Path:
     return save(config.save, where.iteration, state, trainer.mesh)
 
 
-def load_run(trainer: Trainer) -> tuple[Position, tuple[str, ...]]:
-    """Continue from ``--load`` if it has a checkpoint: where the run stands, and what to tell the user."""
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins: afresh, or where a checkpoint left it.  ``messages`` are for the user."""
+
+    position: Position
+    learning_rate: LearningRate
+    messages: tuple[str, ...] = ()
+
+
+def load_run(trainer: Trainer) -> Start:
+    """Continue from ``--load`` if it has a checkpoint."""
     config = trainer.config.checkpoint
     if config.load is None:
-        return Position(), ()
+        return Start(Position(), trainer.learning_rate)
     want = {"model"}
     if not config.finetune:
         want |= {"optimizer"} if config.load_optim else set()
@@ -54,13 +64,11 @@ def load_run(trainer: Trainer) -> tuple[Position, tuple[str, ...]]:
     state = run_state(trainer, optimizer=True, rng=True)
     report = load(config.load, state, trainer.mesh, want=want)
     if report is None:
-        return Position(), (f"{config.load} has no checkpoint: starting afresh",)
+        return Start(Position(), trainer.learning_rate, (f"{config.load} has no checkpoint: starting afresh",))
     return _apply(trainer, state, report, want)
 
 
-def _apply(
-    trainer: Trainer, state: RunState, report: LoadReport, want: set[str]
-) -> tuple[Position, tuple[str, ...]]:
+def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str]) -> Start:
     extra = report.extra
     messages = [*report.messages, f"loaded {report.directory} (iteration {report.iteration})"]
     if "optimizer" in want:
@@ -70,15 +78,18 @@ def _apply(
     if report.rng_loaded:
         restore_random_state(trainer, state)
     if trainer.config.checkpoint.finetune:
-        return Position(), (*messages, "finetuning: starting at iteration 0 with the loaded weights")
-    trainer_rate = trainer.learning_rate.resumed(extra["learning_rate"], use_saved=False, override=False)
-    assert trainer_rate == trainer.learning_rate
+        messages.append("finetuning: starting at iteration 0 with the loaded weights")
+        return Start(Position(), trainer.learning_rate, tuple(messages))
+    flags = trainer.config.optimizer
+    rate = trainer.learning_rate.resumed(
+        extra["learning_rate"], use_saved=flags.use_checkpoint_schedule, override=flags.override_schedule
+    )
     said = resume_message(
         DataPosition.from_dict(extra["data"]), trainer.datasets.train.fingerprint, trainer.datasets.description
     )
     if said is not None:
         messages.append(said)
-    return Position(int(extra["iteration"]), int(extra["consumed_samples"])), tuple(messages)
+    return Start(Position(int(extra["iteration"]), int(extra["consumed_samples"])), rate, tuple(messages))
 
 
 def run_state(trainer: Trainer, *, optimizer: bool, rng: bool) -> RunState:

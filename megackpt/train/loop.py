@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ from megackpt.persist import prepare_directory
 from megackpt.train.build import Trainer, build
 from megackpt.train.checkpoint import Position, load_run, save_run
 from megackpt.train.report import Reporter, over_ranks
-from megackpt.train.step import Stepper, StepOutcome
+from megackpt.train.step import StepOutcome, Stepper
 
 
 def run(config: RunConfig, launch: LaunchEnvironment) -> int:
@@ -49,12 +50,13 @@ def train(trainer: Trainer) -> Position:
     if config.logging.run_dir is not None:
         Path(config.logging.run_dir).mkdir(parents=True, exist_ok=True)
     messages = prepare_directory(config.checkpoint.save) if config.checkpoint.save else []
-    where, loaded = load_run(trainer)
-    reporter = Reporter(trainer, where)
-    reporter.start([*messages, *loaded])
+    start = load_run(trainer)
+    trainer = replace(trainer, learning_rate=start.learning_rate)
+    reporter = Reporter(trainer, start.position)
+    reporter.start([*messages, *start.messages])
     stepper = Stepper(trainer)
-    loop = Loop(trainer, reporter, stepper, where)
-    with loader(trainer, trainer.datasets.train, where.consumed_samples) as batches:
+    loop = Loop(trainer, reporter, stepper, start.position)
+    with loader(trainer, trainer.datasets.train, start.position.consumed_samples) as batches:
         while loop.where.iteration < config.total_iterations:
             loop.step(batches)
             if loop.due(config.train.eval_interval) or loop.ends:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from megackpt import __version__
 from megackpt.cli.main import COMMANDS, main, usage
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 def test_every_command_of_the_table_exists() -> None:
@@ -39,7 +42,7 @@ def test_dispatcher_loads_no_command_and_no_torch() -> None:
         "import sys; from megackpt.cli.main import main; main(['--help']);"
         "sys.exit('torch' in sys.modules or 'megackpt.cli.train' in sys.modules)"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60).returncode == 0
 
 
 def test_train_help_is_the_flag_page(capsys: pytest.CaptureFixture[str]) -> None:

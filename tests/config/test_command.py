@@ -32,20 +32,24 @@ def start(*argv: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def torchrun(rank: int, world_size: int) -> dict[str, str]:
-    return dict(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR="localhost", MASTER_PORT="29500"
-    )
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": "29500",
+    }
 
 
 def srun(rank: int, world_size: int) -> dict[str, str]:
-    return dict(
-        SLURM_PROCID=str(rank),
-        SLURM_LOCALID=str(rank),
-        SLURM_NTASKS=str(world_size),
-        SLURM_JOB_ID="7",
-        SLURM_STEP_ID="0",
-        SLURM_JOB_NODELIST="n1",
-    )
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_NTASKS": str(world_size),
+        "SLURM_JOB_ID": "7",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_NODELIST": "n1",
+    }
 
 
 def test_help_needs_no_torch() -> None:

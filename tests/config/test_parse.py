@@ -230,20 +230,20 @@ def test_ignore_unsupported_warns_instead(tmp_path: Path) -> None:
 
 def test_from_flags_takes_python_values() -> None:
     config = RunConfig.from_flags(
-        dict(
-            num_layers=4,
-            hidden_size=96,
-            num_attention_heads=8,
-            ffn_hidden_size=336,
-            seq_length=40,
-            vocab_size=509,
-            micro_batch_size=2,
-            global_batch_size=8,
-            lr=1e-3,
-            train_iters=5,
-            mock_data=True,
-            bf16=False,
-        )
+        {
+            "num_layers": 4,
+            "hidden_size": 96,
+            "num_attention_heads": 8,
+            "ffn_hidden_size": 336,
+            "seq_length": 40,
+            "vocab_size": 509,
+            "micro_batch_size": 2,
+            "global_batch_size": 8,
+            "lr": 1e-3,
+            "train_iters": 5,
+            "mock_data": True,
+            "bf16": False,
+        }
     )
     assert config == run()
     with pytest.raises(UsageError, match="--fp16 is not available"):

@@ -16,7 +16,7 @@ from tests.config.base import run
 
 
 def model(**fields: object) -> ModelConfig:
-    shape: dict[str, object] = dict(num_layers=3, hidden_size=96, num_attention_heads=8, seq_length=40)
+    shape: dict[str, object] = {"num_layers": 3, "hidden_size": 96, "num_attention_heads": 8, "seq_length": 40}
     return ModelConfig(**(shape | fields))  # type: ignore[arg-type]
 
 

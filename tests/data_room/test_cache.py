@@ -107,11 +107,11 @@ def _rank(rank: int, directory: str, repeats: int, barrier: object, results: obj
             time.sleep(0.05)
         log = Path(directory) / f"builds-{repeat}"
 
-        def build(log: Path = log) -> Arrays:
+        def build(log: Path = log, factor: int = repeat + 1) -> Arrays:
             with open(log, "a") as stream:
                 stream.write("x")
             time.sleep(0.03)
-            return arrays(repeat + 1)
+            return arrays(factor)
 
         found = cached_arrays(Path(directory) / f"cache-{repeat}", {"repeat": repeat}, build)
         out.append(found["a"].tolist())

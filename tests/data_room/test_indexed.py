@@ -16,7 +16,12 @@ DOCUMENTS = [[7, 8, 9], [], [500], [1, 2]]
 
 
 def index_bytes(
-    lengths: list[int], pointers: list[int], bounds: list[int], code: int = 8, version: int = 1, magic: bytes = b"MMIDIDX\0\0"
+    lengths: list[int],
+    pointers: list[int],
+    bounds: list[int],
+    code: int = 8,
+    version: int = 1,
+    magic: bytes = b"MMIDIDX\0\0",
 ) -> bytes:
     head = magic + struct.pack("<QBQQ", version, code, len(lengths), len(bounds))
     return head + struct.pack(f"<{len(lengths)}i{len(pointers)}q{len(bounds)}q", *lengths, *pointers, *bounds)
@@ -113,7 +118,10 @@ def test_token_type_by_vocabulary() -> None:
 
 
 def test_writer_refuses_ids_that_do_not_fit_and_leaves_nothing(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="65536 do not fit into uint16"), IndexedWriter(tmp_path / "d", np.dtype("<u2")) as w:
+    with (
+        pytest.raises(UsageError, match="65536 do not fit into uint16"),
+        IndexedWriter(tmp_path / "d", np.dtype("<u2")) as w,
+    ):
         w.add([1])
         w.add([65_536])
     assert list(tmp_path.iterdir()) == []

@@ -182,7 +182,9 @@ def test_chunked_shuffle_is_the_shuffle_of_each_group(monkeypatch: pytest.Monkey
     whole = shuffle_within_groups(9, "samples", bounds)
     monkeypatch.setattr("megackpt.data.hashing._CHUNK", 8)
     assert shuffle_within_groups(9, "samples", bounds).tolist() == whole.tolist()
-    assert epoch_permutations(9, "documents", 7, 5)[3:].tolist() == epoch_permutations(9, "documents", 7, 5).tolist()[3:]
+    assert (
+        epoch_permutations(9, "documents", 7, 5)[3:].tolist() == epoch_permutations(9, "documents", 7, 5).tolist()[3:]
+    )
 
 
 def test_order_does_not_depend_on_the_process(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
 """The device seam on a CPU, and what it refuses."""
+
 from __future__ import annotations
 
 import time

@@ -1,4 +1,5 @@
 """Launch environments of torchrun, srun and a bare process, and that reading them needs no torch."""
+
 from __future__ import annotations
 
 import subprocess
@@ -20,10 +21,18 @@ SRUN = {
 
 
 def test_torchrun() -> None:
-    env = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29501"}
+    env = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1",
+        "MASTER_PORT": "29501",
+    }
     assert LaunchEnvironment.detect(env) == LaunchEnvironment("torchrun", 3, 4, 1, "10.0.0.1", 29501)
     # torchrun started by srun, once per node: torchrun's ranks count, Slurm's do not
-    assert LaunchEnvironment.detect({**SRUN, **env}) == LaunchEnvironment("torchrun", 3, 4, 1, "10.0.0.1", 29501)
+    assert LaunchEnvironment.detect({**SRUN, **env}) == LaunchEnvironment(
+        "torchrun", 3, 4, 1, "10.0.0.1", 29501
+    )
 
 
 def test_srun() -> None:
@@ -66,11 +75,17 @@ def test_first_host(node_list: str, host: str) -> None:
     ("env", "message"),
     [
         ({"RANK": "0"}, "lacks WORLD_SIZE"),
-        ({"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_PORT": "1"}, "rank 4 is outside a world of 4"),
+        (
+            {"RANK": "4", "WORLD_SIZE": "4", "LOCAL_RANK": "0", "MASTER_PORT": "1"},
+            "rank 4 is outside a world of 4",
+        ),
         ({"RANK": "x", "WORLD_SIZE": "4"}, "RANK='x' in the launch environment is not a whole number"),
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_PORT": "1"}, "lacks LOCAL_RANK"),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0"}, "set MASTER_ADDR"),
-        ({"SLURM_PROCID": "2", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a"}, "rank 2 is out"),
+        (
+            {"SLURM_PROCID": "2", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "a"},
+            "rank 2 is out",
+        ),
     ],
 )
 def test_contradictions_are_refused(env: dict[str, str], message: str) -> None:

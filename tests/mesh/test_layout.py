@@ -1,4 +1,5 @@
 """Rank arithmetic against enumeration."""
+
 from __future__ import annotations
 
 from itertools import product
@@ -12,7 +13,8 @@ SHAPE = MeshShape(tp=2, cp=3, dp=2, pp=4)
 
 def test_rank_order_is_tp_then_cp_then_dp_then_pp() -> None:
     expected = [
-        Coordinates(tp=tp, cp=cp, dp=dp, pp=pp) for pp, dp, cp, tp in product(range(4), range(2), range(3), range(2))
+        Coordinates(tp=tp, cp=cp, dp=dp, pp=pp)
+        for pp, dp, cp, tp in product(range(4), range(2), range(3), range(2))
     ]
     assert [SHAPE.coordinates(rank) for rank in range(48)] == expected
     for rank, here in enumerate(expected):
@@ -29,7 +31,9 @@ def test_groups_of_a_known_mesh() -> None:
     assert shape.groups() == [(rank,) for rank in range(8)]
 
 
-@pytest.mark.parametrize("axes", [("tp",), ("cp",), ("dp",), ("pp",), ("tp", "pp"), ("dp", "cp"), ("cp", "tp", "pp")])
+@pytest.mark.parametrize(
+    "axes", [("tp",), ("cp",), ("dp",), ("pp",), ("tp", "pp"), ("dp", "cp"), ("cp", "tp", "pp")]
+)
 def test_groups_partition_the_ranks_and_vary_along_their_axes_only(axes: tuple[str, ...]) -> None:
     groups = SHAPE.groups(*axes)
     assert sorted(rank for group in groups for rank in group) == list(range(48))

@@ -1,4 +1,5 @@
 """Parameter records, shards and the default gradient sink."""
+
 from __future__ import annotations
 
 import pytest
@@ -15,7 +16,9 @@ from tests.pool import run_distributed
 class Pair(Module):
     def __init__(self) -> None:
         super().__init__()
-        self.a = annotate(Parameter(torch.zeros(2, 3)), global_shape=(2, 12), shard_dim=1, tied=True, counted=False)
+        self.a = annotate(
+            Parameter(torch.zeros(2, 3)), global_shape=(2, 12), shard_dim=1, tied=True, counted=False
+        )
         self.b = annotate(Parameter(torch.zeros(3)), decay=False, partial_under_sp=True)
 
 
@@ -23,7 +26,10 @@ def test_records_carry_global_names_in_order() -> None:
     root = Module()
     root.layer = Pair()
     found = records(root.named_parameters())
-    assert [parameter is p for (parameter, _), p in zip(found, root.parameters(), strict=True)] == [True, True]
+    assert [parameter is p for (parameter, _), p in zip(found, root.parameters(), strict=True)] == [
+        True,
+        True,
+    ]
     assert [record for _, record in found] == [
         ParameterRecord((2, 12), "layer.a", shard_dim=1, tied=True, counted=False),
         ParameterRecord((3,), "layer.b", partial_under_sp=True, decay=False),
@@ -61,11 +67,15 @@ def _gather(rank: int, world_size: int, shape: tuple[int, ...], shard_dim: int |
     assert tuple(shard.shape) == record.local_shape(world_size)
     whole = gather_full(Parameter(shard.clone()), record, axis)
     assert not whole.requires_grad
-    strided = gather_full(shard.t() if shard.dim() == 2 else shard, ParameterRecord(shape[::-1], "w", 0), axis)
+    strided = gather_full(
+        shard.t() if shard.dim() == 2 else shard, ParameterRecord(shape[::-1], "w", 0), axis
+    )
     return torch.equal(whole, full) and (shard.dim() != 2 or shard_dim != 1 or torch.equal(strided, full.t()))
 
 
-@pytest.mark.parametrize(("shape", "shard_dim"), [((8, 3), 0), ((3, 8), 1), ((2, 8, 3), 1), ((8,), 0), ((3, 5), None)])
+@pytest.mark.parametrize(
+    ("shape", "shard_dim"), [((8, 3), 0), ((3, 8), 1), ((2, 8, 3), 1), ((8,), 0), ((3, 5), None)]
+)
 def test_shards_gather_into_the_whole(shape: tuple[int, ...], shard_dim: int | None) -> None:
     assert run_distributed(_gather, 4, shape, shard_dim) == [True] * 4
 

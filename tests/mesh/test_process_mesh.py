@@ -1,9 +1,8 @@
 """Axes and groups on real processes."""
+
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import time
 from typing import Any
 
@@ -13,8 +12,10 @@ import torch.distributed as dist
 
 from megackpt.config.parallel import ParallelConfig
 from megackpt.mesh.device import DeviceSeam
+from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.mesh.layout import MeshShape
 from megackpt.mesh.process_mesh import Axis, ProcessMesh
+from megackpt.mesh.rendezvous import init_process_group, shutdown
 from tests.pool import run_distributed
 
 AXES = ("tp", "cp", "dp", "pp", "model", "world", "embedding", "pp_forward", "pp_backward")
@@ -48,10 +49,19 @@ def _describe(rank: int, world_size: int, tensor: int, pipeline: int) -> dict[st
     shared = mesh.pp_forward.group is not None and mesh.pp_forward.group is mesh.pp_backward.group
     ranks = {name: getattr(mesh, name).ranks for name in AXES}
     indices = {name: getattr(mesh, name).index for name in AXES}
-    return {"ranks": ranks, "indices": indices, "sums": sums, "made": made, "shared": shared, "seconds": seconds}
+    return {
+        "ranks": ranks,
+        "indices": indices,
+        "sums": sums,
+        "made": made,
+        "shared": shared,
+        "seconds": seconds,
+    }
 
 
-@pytest.mark.parametrize(("tensor", "pipeline", "world_size"), [(2, 2, 4), (1, 4, 4), (4, 1, 4), (1, 2, 4), (1, 1, 1)])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "world_size"), [(2, 2, 4), (1, 4, 4), (4, 1, 4), (1, 2, 4), (1, 1, 1)]
+)
 def test_axes_of_every_rank(tensor: int, pipeline: int, world_size: int) -> None:
     shape = MeshShape(tp=tensor, dp=world_size // tensor // pipeline, pp=pipeline)
     results = run_distributed(_describe, world_size, tensor, pipeline)
@@ -99,52 +109,32 @@ def test_an_axis_has_a_group_exactly_if_it_has_peers() -> None:
         Axis(1, 1, (0,), None)
 
 
-_PROGRAM = """
-import os, torch, torch.distributed as dist
-from megackpt.config.parallel import ParallelConfig
-from megackpt.mesh.device import DeviceSeam
-from megackpt.mesh.launch import LaunchEnvironment
-from megackpt.mesh.process_mesh import ProcessMesh
-from megackpt.mesh.rendezvous import init_process_group, shutdown
-launch = LaunchEnvironment.detect(os.environ)
-parallel = ParallelConfig(tensor=launch.world_size, world_size=launch.world_size)
-seam = DeviceSeam.create("cpu", launch.local_rank)
-init_process_group(parallel, launch, seam)
-mesh = ProcessMesh.create(parallel, seam)
-value = torch.tensor([float(launch.rank + 1)])
-if mesh.tp.group is not None:
-    dist.all_reduce(value, group=mesh.tp.group)
-print(launch.source, launch.world_size, value.item())
-shutdown()
-shutdown()
-"""
-
-
-def _environment(**variables: str) -> dict[str, str]:
-    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
-    return {**{k: v for k, v in kept.items() if not k.startswith("SLURM")}, "OMP_NUM_THREADS": "1", **variables}
+def _meet(rank: int, world_size: int, environment: dict[str, str]) -> tuple[str, float]:
+    """Leave the group of the test, and join another as if this process had been launched with `environment`."""
+    launch = LaunchEnvironment.detect({name: value.format(rank=rank) for name, value in environment.items()})
+    parallel = ParallelConfig(tensor=world_size, world_size=world_size, timeout_minutes=0.5)
+    seam = DeviceSeam.create("cpu", launch.local_rank)
+    shutdown()
+    shutdown()  # a second time does nothing
+    init_process_group(parallel, launch, seam)
+    mesh = ProcessMesh.create(parallel, seam)
+    value = torch.tensor([mesh.rank + 1.0])
+    if mesh.tp.group is not None:
+        dist.all_reduce(value, group=mesh.tp.group)
+    return launch.source, value.item()
 
 
 def test_a_bare_process_meets_itself() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", _PROGRAM], env=_environment(), capture_output=True, text=True, timeout=90
-    )
-    assert done.stdout.split() == ["single", "1", "1.0"], done.stderr
+    assert run_distributed(_meet, 1, {}) == [("single", 1.0)]
 
 
-def test_two_tasks_of_srun_meet_on_the_first_host() -> None:
-    job = {"SLURM_NTASKS": "2", "SLURM_JOB_NODELIST": "localhost,n[1-2]", "SLURM_JOB_ID": str(os.getpid())}
-    tasks = [
-        subprocess.Popen(
-            [sys.executable, "-c", _PROGRAM],
-            env=_environment(**job, SLURM_STEP_ID="0", SLURM_PROCID=str(rank), SLURM_LOCALID=str(rank)),
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        assert [task.communicate(timeout=90)[0].split() for task in tasks] == [["srun", "2", "3.0"]] * 2
-    finally:
-        for task in tasks:
-            task.kill()
+def test_tasks_of_srun_meet_on_the_first_host() -> None:
+    task = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "localhost,n[1-2]",
+        "SLURM_STEP_ID": "0",
+        "SLURM_NTASKS": "3",
+        "SLURM_PROCID": "{rank}",
+        "SLURM_LOCALID": "{rank}",
+    }
+    assert run_distributed(_meet, 3, task) == [("srun", 6.0)] * 3

@@ -118,7 +118,7 @@ def _parameters() -> list[torch.Tensor]:
     return [torch.randn(s, generator=generator).requires_grad_() for s in shapes]
 
 
-# Operations without scratch memory of their own (dropout and a transposed softmax have some), so that all three sums can be equal.
+# Without kernels that use scratch memory (dropout and a transposed softmax do), so that all three sums can be equal.
 def _step(x: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
     h = F.layer_norm(x, (96,))
     y = x + F.linear(F.gelu(F.linear(h, up)), down)

@@ -117,7 +117,8 @@ def test_wandb_offline_is_one_run_without_secrets(tmp_path: Path, monkeypatch: p
 
 def _fake_wandb(**attributes: object) -> types.ModuleType:
     module = types.ModuleType("wandb")
-    module.__dict__.update({"Settings": lambda **_: None, "login": lambda prompt: True, **attributes})
+    working = {"Settings": lambda **_: None, "login": lambda prompt: True, "teardown": lambda: None}
+    module.__dict__.update({**working, **attributes})
     return module
 
 

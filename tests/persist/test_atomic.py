@@ -58,16 +58,12 @@ def failing_save(rank: int, world_size: int, root: str, failing: int) -> str:
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_cannot_write_fails_the_save_on_all_and_leaves_the_previous(
-    tmp_path: Path, failing: int
-) -> None:
+def test_a_rank_that_cannot_write_fails_the_save_on_all_and_leaves_the_previous(tmp_path: Path, failing: int) -> None:
     before = seeded(tmp_path, 5)
     messages = run_distributed(failing_save, 2, str(tmp_path), failing, timeout=30)
     assert messages == [f"could not save: rank {failing}: OSError: [Errno 28] No space left on device"] * 2
     assert files(tmp_path) == before
-    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [
-        "iter_0000005"
-    ]  # no temporary stays
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["iter_0000005"]  # no temporary stays
 
 
 def save_past_the_limit(rank: int, world_size: int, root: str) -> str:
@@ -117,8 +113,8 @@ def test_a_kill_between_shards_leaves_the_previous_and_the_next_start_cleans_up(
     assert prepare_directory(tmp_path) == []
 
 
-def killed_at(rank: int, world_size: int, root: str, call: str, count: int) -> None:
-    """One process overwrites iteration 5 and is killed at the `count`-th call of os.`call` in directory.py."""
+def killed_at(rank: int, world_size: int, root: str, iteration: int, call: str, count: int) -> None:
+    """One process saves seed 6 as `iteration` and is killed at the `count`-th call of os.`call` in directory.py."""
     real, calls = getattr(os, call), []
 
     def counted(*args: object) -> object:
@@ -126,7 +122,7 @@ def killed_at(rank: int, world_size: int, root: str, call: str, count: int) -> N
         return die() if len(calls) == count else real(*args)
 
     with mock.patch(f"megackpt.persist.directory.os.{call}", counted):
-        save(root, 5, state_of(lone_mesh(), 6), lone_mesh())
+        save(root, iteration, state_of(lone_mesh(), 6), lone_mesh())
 
 
 @pytest.mark.parametrize(
@@ -137,10 +133,24 @@ def killed_at(rank: int, world_size: int, root: str, call: str, count: int) -> N
 def test_a_kill_while_overwriting_loses_neither(tmp_path: Path, call: str, count: int, survivor: int) -> None:
     seeded(tmp_path, 5)
     with pytest.raises(DistributedFailure, match="SIGKILL"):
-        run_distributed(killed_at, 1, str(tmp_path), call, count, timeout=30)
+        run_distributed(killed_at, 1, str(tmp_path), 5, call, count, timeout=30)
     prepare_directory(tmp_path)
     assert loaded_seed(tmp_path) == (survivor, ())
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["iter_0000005"]
+
+
+@pytest.mark.parametrize(
+    ("call", "iterations"), [("rename", ["iter_0000005"]), ("replace", ["iter_0000005", "iter_0000006"])]
+)
+def test_a_kill_before_the_tracker_moves_leaves_it_at_a_whole_one(
+    tmp_path: Path, call: str, iterations: list[str]
+) -> None:
+    seeded(tmp_path, 5)
+    with pytest.raises(DistributedFailure, match="SIGKILL"):
+        run_distributed(killed_at, 1, str(tmp_path), 6, call, 1, timeout=30)
+    prepare_directory(tmp_path)
+    assert latest_iteration(tmp_path) == 5 and loaded_seed(tmp_path) == (5, ())
+    assert sorted(path.name for path in tmp_path.iterdir() if path.is_dir()) == iterations
 
 
 def test_overwriting_an_iteration_replaces_it(tmp_path: Path) -> None:

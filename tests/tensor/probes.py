@@ -1,4 +1,5 @@
 """Counting from outside: torch.distributed's functions are wrapped, saved tensors caught by hooks."""
+
 from __future__ import annotations
 
 from collections.abc import Iterator

@@ -1,4 +1,5 @@
 """Each collective: values forward and backward, kinds and bytes of the calls, nothing saved, nothing changed."""
+
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -16,7 +17,9 @@ S, B, H = 8, 2, 3
 WHOLE = S * B * H * 8  # bytes in fp64
 
 
-def _run(function: Callable[[Tensor, Axis], Tensor], x: Tensor, grad: Tensor, axis: Axis) -> dict[str, object]:
+def _run(
+    function: Callable[[Tensor, Axis], Tensor], x: Tensor, grad: Tensor, axis: Axis
+) -> dict[str, object]:
     x = x.clone().requires_grad_()
     before, version = x.detach().clone(), x._version
     with collectives() as forward, saved() as kept:
@@ -37,7 +40,9 @@ def _everything(rank: int, world_size: int) -> None:
     total, grad_total = sum(whole), sum(grads)
     assert isinstance(total, Tensor) and isinstance(grad_total, Tensor)
 
-    def check(name: str, x: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor, forward: object, backward: object) -> None:
+    def check(
+        name: str, x: Tensor, grad: Tensor, y: Tensor, grad_x: Tensor, forward: object, backward: object
+    ) -> None:
         # also from memory laid out otherwise, as transposed views and expanded gradients are
         for swap in (lambda t: t, lambda t: t.transpose(0, 1).contiguous().transpose(0, 1)):
             got = _run(getattr(c, name), swap(x), swap(grad), axis)

@@ -1,4 +1,5 @@
 """The two random streams of a rank, and what the other values follow from."""
+
 from __future__ import annotations
 
 from itertools import product

@@ -1,4 +1,5 @@
 """Vocabulary-parallel cross entropy against F.cross_entropy over the valid columns."""
+
 from __future__ import annotations
 
 import pytest
@@ -16,7 +17,9 @@ S, B = 4, 2
 
 def _reference(logits: Tensor, targets: Tensor, grad: Tensor, valid: int) -> tuple[Tensor, Tensor]:
     """Loss and gradient of all columns by torch, in the logits' loss type."""
-    wide = logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32).requires_grad_()
+    wide = (
+        logits.detach().to(torch.float64 if logits.dtype == torch.float64 else torch.float32).requires_grad_()
+    )
     loss = F.cross_entropy(
         wide[..., :valid].reshape(-1, valid), targets.reshape(-1), reduction="none", ignore_index=-100
     ).view(targets.shape)
@@ -41,7 +44,9 @@ def _case(kind: str, vocab: int, valid: int, dtype: torch.dtype) -> tuple[Tensor
     return logits.to(dtype), targets, random(S, B, seed=3)
 
 
-def _split(rank: int, world_size: int, kind: str, vocab: int, valid: int, dtype: torch.dtype) -> dict[str, object]:
+def _split(
+    rank: int, world_size: int, kind: str, vocab: int, valid: int, dtype: torch.dtype
+) -> dict[str, object]:
     logits, targets, grad = _case(kind, vocab, valid, dtype)
     shard = logits.chunk(world_size, -1)[rank].clone().requires_grad_()
     with collectives() as calls, saved() as kept:
@@ -70,7 +75,9 @@ def test_equals_torch(world_size: int, vocab: int, valid: int, dtype: torch.dtyp
     results = run_distributed(_split, world_size, kind, vocab, valid, dtype)
     got = torch.cat([result["grad"] for result in results], -1)
     tolerance = 1e-14 if dtype == torch.float64 else 2e-7
-    if dtype == torch.bfloat16:  # one rounding at the very end; an element on the edge may round the other way
+    if (
+        dtype == torch.bfloat16
+    ):  # one rounding at the very end; an element on the edge may round the other way
         torch.testing.assert_close(got, gradient.to(dtype), rtol=2**-8, atol=1e-9)
     else:
         assert error(got, gradient) <= tolerance
@@ -110,7 +117,9 @@ def test_padding_does_not_change_a_bit(dtype: torch.dtype) -> None:
     valid = 1009
     results = []
     for padded in (1009, 1024, 1152):
-        logits = F.pad(random(S, B, valid, seed=1, dtype=dtype), (0, padded - valid), value=50.0).requires_grad_()
+        logits = F.pad(
+            random(S, B, valid, seed=1, dtype=dtype), (0, padded - valid), value=50.0
+        ).requires_grad_()
         targets = torch.randint(valid, (S, B), generator=torch.Generator().manual_seed(2))
         loss = vocab_parallel_cross_entropy(logits, targets, single_axis(), valid)
         loss.mean().backward()

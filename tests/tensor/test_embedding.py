@@ -1,4 +1,5 @@
 """The split embedding against F.embedding."""
+
 from __future__ import annotations
 
 import pytest

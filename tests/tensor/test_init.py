@@ -1,4 +1,5 @@
 """Initial weights: the same whole tensor however it is split, and honest statistics."""
+
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ class Place:
     index: int
 
 
-def _shards(record: ParameterRecord, tp: int, kind: str = "normal", dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def _shards(
+    record: ParameterRecord, tp: int, kind: str = "normal", dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     shards = []
     for index in range(tp):
         parameter = Parameter(torch.full(record.local_shape(tp), float("nan"), dtype=dtype))
@@ -57,13 +60,17 @@ def test_shards_join_to_the_same_bits_at_every_size(
     for tp in (2, 4):
         assert torch.equal(_whole(record, tp), whole)
         if shard_dim is None:
-            assert all(torch.equal(shard, whole) for shard in _shards(record, tp))  # replicated: equal everywhere
+            assert all(
+                torch.equal(shard, whole) for shard in _shards(record, tp)
+            )  # replicated: equal everywhere
         else:
             shards = _shards(record, tp)
             assert all(not torch.equal(shards[0], shard) for shard in shards[1:])
 
 
-def test_padded_rows_are_zero_and_the_others_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_rows_are_zero_and_the_others_do_not_depend_on_padding(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(init, "BLOCK_ELEMENTS", 100)
     results = []
     for padded, tp in ((50, 1), (64, 1), (64, 2), (64, 4), (96, 4)):

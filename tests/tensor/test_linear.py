@@ -1,4 +1,5 @@
 """Our linear against F.linear, what it saves, the sink, and both layers against the unsplit layer."""
+
 from __future__ import annotations
 
 import pytest
@@ -23,7 +24,11 @@ def _inputs(dtype: torch.dtype, *, contiguous: bool) -> tuple[Tensor, Parameter,
     x = random(S, B, IN, seed=1, dtype=dtype)
     if not contiguous:
         x = x.transpose(0, 1).contiguous().transpose(0, 1)
-    return x.requires_grad_(), Parameter(random(OUT, IN, seed=2, dtype=dtype)), Parameter(random(OUT, seed=3, dtype=dtype))
+    return (
+        x.requires_grad_(),
+        Parameter(random(OUT, IN, seed=2, dtype=dtype)),
+        Parameter(random(OUT, seed=3, dtype=dtype)),
+    )
 
 
 @pytest.mark.parametrize("contiguous", [True, False])
@@ -127,7 +132,9 @@ def _mlp(rank: int, world_size: int, sp: bool, gated: bool, bias: bool) -> dict[
                 dim = record.shard_dim
                 parameter.copy_(full if dim is None else full.chunk(world_size, dim)[rank])
     s = 8
-    share = slice(rank * s // world_size, (rank + 1) * s // world_size) if tp.sequence_parallel else slice(None)
+    share = (
+        slice(rank * s // world_size, (rank + 1) * s // world_size) if tp.sequence_parallel else slice(None)
+    )
     x = random(s, 2, 8, seed=6)[share].clone().requires_grad_()
     grad = random(s, 2, 8, seed=7)[share]
     with collectives() as forward:
@@ -180,8 +187,13 @@ def test_records_of_the_layers() -> None:
     tp = tensor_parallel(single_axis())
     column = ColumnLinear(tp, 4, 12, name="up", std=0.1, gated=True)
     row = RowLinear(tp, 6, 4, name="down", std=0.1)
-    found = {record.name: record for _, record in records([*column.named_parameters("up"), *row.named_parameters("down")])}
-    assert {name: (r.global_shape, r.shard_dim, r.partial_under_sp, r.decay) for name, r in found.items()} == {
+    found = {
+        record.name: record
+        for _, record in records([*column.named_parameters("up"), *row.named_parameters("down")])
+    }
+    assert {
+        name: (r.global_shape, r.shard_dim, r.partial_under_sp, r.decay) for name, r in found.items()
+    } == {
         "up.weight": ((2, 6, 4), 1, False, True),
         "up.bias": ((2, 6), 1, False, False),
         "down.weight": ((4, 6), 1, False, True),

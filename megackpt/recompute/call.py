@@ -1,32 +1,28 @@
-"""A record remembers how to run one dropped step again.
-
-It is alive exactly as long as something can still ask it: an internal's handle, a cell of its outputs, or its tag
-while the tape is open.  It holds no handle strongly, so dropping a graph drops everything below it.
-"""
+"""What is needed to call a step again: its function, its arguments as they were, and its surroundings."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from megackpt.recompute.handle import Box, Cell, Internal, Kept, live_tag
+from megackpt.recompute.handle import Box, Cell, Kept, live_tag
+from megackpt.recompute.producer import Producer
 
-if TYPE_CHECKING:
-    from megackpt.recompute.tape import Tape
+Hooks = tuple[Any, Any]
 
 
 class Input:
     """A tensor argument of a dropped step: kept, or a dropped output seen through its geometry.  The box of a
-    dropped one is held until the record has replayed, so that it is not rebuilt twice."""
+    dropped one is held until the step has replayed, so that it is not rebuilt twice."""
 
     __slots__ = ("kept", "cell", "box", "geometry", "requires_grad")
 
-    def __init__(self, tensor: Tensor, where: str, outer: tuple[Any, Any] | None) -> None:
+    def __init__(self, tensor: Tensor, where: str, outer: Hooks | None) -> None:
         self.requires_grad = tensor.requires_grad
         self.kept: Kept | None = None
         self.box: Box | None = None
@@ -38,13 +34,13 @@ class Input:
             self.box = self.cell.open()
             self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    def missing(self) -> Record | None:
-        """The record that must replay before this input can be given, if any."""
+    def missing(self) -> Producer | None:
+        """Who must go before this input can be given, if anybody."""
         if self.kept is not None:
             return None
         if self.box is None:
             self.box = self.cell.open()
-        return self.cell.record if self.box.value is None else None
+        return self.cell.producer if self.box.value is None else None
 
     def give(self) -> Tensor:
         """The argument as the forward saw it: its own ``requires_grad``, no history."""
@@ -56,54 +52,40 @@ class Input:
         return tensor.detach().requires_grad_(self.requires_grad)
 
 
-class Record:
-    """One dropped step of one forward."""
+class StepCall:
+    """One call of one step in one forward."""
 
-    __slots__ = (
-        "where", "tape", "fn", "args", "kwargs", "spec", "rng", "autocast", "masks", "inner", "packs", "slots", "cells",
-        "__weakref__",
-    )  # fmt: skip
+    __slots__ = ("where", "fn", "args", "spec", "rng", "autocast", "masks", "inner")
 
-    def __init__(self, where: str, tape: Tape, fn: Callable, masks: str, inner: int) -> None:
+    def __init__(self, where: str, fn: Callable[..., Any], masks: str, inner: int) -> None:
         self.where = where
-        self.tape = tape
         self.fn = fn
         self.masks = masks
-        self.inner = inner  # how steps inside this one behave in its replay, see context.State.inner
+        self.inner = inner  # how steps inside this one behave in its replay, see context.py
         self.args: list[Any] = []
-        self.kwargs: Mapping[str, Any] = {}
         self.spec: pytree.TreeSpec | None = None
         self.rng: tuple[object, ...] | None = None  # state before the step, only if the step drew
-        self.autocast: list[tuple[str, torch.dtype]] = []
-        self.packs = 0
-        self.slots: dict[int, weakref.ref[Internal]] = {}
-        self.cells: dict[int, weakref.ref[Cell]] = {}
+        self.autocast = autocast_state()
 
-    def hold_inputs(self, args: tuple, kwargs: Mapping[str, Any]) -> None:
+    def hold(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outer: Hooks | None) -> None:
         """Remember the arguments.  The general (pytree) path costs tens of microseconds and is taken only for
         nested or keyword arguments."""
-        if not kwargs and not any(isinstance(a, (list, tuple, dict)) for a in args):
-            self.args = [self._hold(a) for a in args]
-        else:
+        leaves: list[Any] | tuple[Any, ...] = args
+        if kwargs or any(isinstance(a, (list, tuple, dict)) for a in args):
             leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
-            self.args = [self._hold(a) for a in leaves]
-
-    def _hold(self, a: Any) -> Any:
-        if isinstance(a, Tensor) and not isinstance(a, torch.nn.Parameter):
-            return Input(a, self.where, self.tape.outer)
-        return a
+        self.args = [Input(a, self.where, outer) if _is_activation(a) else a for a in leaves]
 
     def inputs(self) -> Iterator[Input]:
         return (a for a in self.args if type(a) is Input)
 
-    def arguments(self) -> tuple[list[Any], Mapping[str, Any]]:
+    def arguments(self) -> tuple[Any, Any]:
         """Arguments for a replay; every input must be there."""
         args = [a.give() if type(a) is Input else a for a in self.args]
         if self.spec is None:
             return args, {}
         return pytree.tree_unflatten(args, self.spec)
 
-    def release_inputs(self) -> None:
+    def release(self) -> None:
         """After a replay: rebuilt inputs live on only if someone else saved them."""
         for a in self.inputs():
             if a.kept is None:
@@ -118,27 +100,9 @@ class Record:
                     f"use the out-of-place operation"
                 )
 
-    def wanted_slots(self) -> dict[int, Internal]:
-        return {i: h for i, ref in self.slots.items() if (h := ref()) is not None and h.value is None}
 
-    def wanted_boxes(self) -> dict[int, Box]:
-        boxes: dict[int, Box] = {}
-        for index, ref in self.cells.items():
-            cell = ref()
-            box = cell.box() if cell is not None and cell.box is not None else None
-            if box is not None and box.value is None:
-                boxes[index] = box
-        return boxes
-
-    def clear(self) -> None:
-        """Forget what was rebuilt (end of a backward that retains its graph)."""
-        for slot in self.slots.values():
-            if (h := slot()) is not None:
-                h.value = None
-        for ref in self.cells.values():
-            cell = ref()
-            if cell is not None and cell.box is not None and (box := cell.box()) is not None:
-                box.value = None
+def _is_activation(value: Any) -> bool:
+    return isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
 
 
 def tensors_of(result: Any) -> list[Tensor]:
@@ -148,3 +112,25 @@ def tensors_of(result: Any) -> list[Tensor]:
     if type(result) in (tuple, list) and all(isinstance(r, Tensor) or r is None for r in result):
         return [r for r in result if r is not None]
     return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+
+
+def autocast_state() -> list[tuple[str, torch.dtype]]:
+    """Devices on which autocast is on now, with its type."""
+    return [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
+
+
+@contextmanager
+def autocast_as(wanted: list[tuple[str, torch.dtype]]) -> Iterator[None]:
+    """The forward's autocast state, weight cache off; nothing at all when autocast is off then and now."""
+    now = autocast_state()
+    contexts = []
+    for device in dict.fromkeys(d for d, _ in (*now, *wanted)):
+        dtype = dict(wanted).get(device)
+        contexts.append(torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False))
+    for context in contexts:
+        context.__enter__()
+    try:
+        yield
+    finally:
+        for context in reversed(contexts):
+            context.__exit__(None, None, None)

@@ -1,0 +1,60 @@
+"""A producer can rebuild dropped output storages: by replaying a step, or by fetching what was put elsewhere."""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from megackpt.recompute.handle import Box, Cell
+
+
+class Producer(ABC):
+    """What a cell asks.  It is alive exactly as long as something can still ask it, and holds no handle strongly."""
+
+    __slots__ = ("where", "cells", "__weakref__")
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+        self.cells: dict[int, weakref.ref[Cell]] = {}
+
+    @abstractmethod
+    def missing(self) -> Sequence[Producer]:
+        """The producers that must go first."""
+
+    @abstractmethod
+    def rebuild(self) -> None:
+        """Fill every box (and slot) that is alive."""
+
+    def wanted(self) -> bool:
+        """Whether anything of it is alive and still empty."""
+        return bool(self.wanted_boxes())
+
+    def ahead(self) -> None:
+        """Begin what can be begun before anybody waits (a copy, a collective); nothing, where nothing can."""
+        return None
+
+    def cell(self, index: int) -> Cell:
+        """The identity of output storage ``index``: one object as long as anyone holds it."""
+        ref = self.cells.get(index)
+        cell = ref() if ref is not None else None
+        if cell is None:
+            cell = Cell(self, index)
+            self.cells[index] = weakref.ref(cell)
+        return cell
+
+    def wanted_boxes(self) -> dict[int, Box]:
+        boxes: dict[int, Box] = {}
+        for index, ref in self.cells.items():
+            cell = ref()
+            box = cell.box() if cell is not None and cell.box is not None else None
+            if box is not None and box.value is None:
+                boxes[index] = box
+        return boxes
+
+    def clear(self) -> None:
+        """Forget what was rebuilt (end of a backward that retains its graph)."""
+        for ref in self.cells.values():
+            cell = ref()
+            if cell is not None and cell.box is not None and (box := cell.box()) is not None:
+                box.value = None

@@ -1,0 +1,91 @@
+"""The host tier: a writer thread copies storages away, and back when they are asked for.
+
+On a CPU both ends are host memory, so this tier shows the mechanism (order, lifetime, errors), not a gain.  A delay
+in the writer can be injected to prove that nothing depends on how fast it is.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+
+import torch
+from torch import Tensor
+
+from megackpt.recompute.handle import version_of
+from megackpt.recompute.tiers.base import check_unchanged
+
+
+class _HostTicket:
+    __slots__ = ("_source", "_version", "_device", "_copy", "_done", "_error")
+
+    def __init__(self, base: Tensor) -> None:
+        self._source: Tensor | None = base  # keeps the storage alive until it is copied
+        self._version = version_of(base)
+        self._device = base.device
+        self._copy: Tensor | None = None
+        self._error: BaseException | None = None
+        self._done = threading.Event()
+
+    def write(self) -> None:
+        """The writer's part.  It never raises: an error waits for whoever asks."""
+        try:
+            source = self._source
+            assert source is not None
+            copy = source.to("cpu", copy=True)
+            check_unchanged(source, self._version, "host memory")
+            self._copy = copy
+        except BaseException as error:  # it must reach the thread that asks, whatever it is
+            self._error = error
+        finally:
+            self._source = None
+            self._done.set()
+
+    def ahead(self) -> None:
+        return None
+
+    def get(self) -> Tensor:
+        self._done.wait()
+        if self._error is not None:
+            raise RuntimeError(f"moving a kept tensor to host memory failed: {self._error}") from self._error
+        assert self._copy is not None
+        return self._copy.to(self._device, copy=True)
+
+    def held_bytes(self) -> int:
+        source = self._source
+        return 0 if source is None else source.untyped_storage().nbytes()
+
+
+class HostTier:
+    """``delay_s`` makes the writer wait before each copy.  Use as a context manager, or :meth:`close` it."""
+
+    def __init__(self, delay_s: float = 0.0) -> None:
+        self._delay_s = delay_s
+        self._queue: queue.SimpleQueue[_HostTicket | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="host tier", daemon=True)
+        self._thread.start()
+
+    def put(self, base: Tensor) -> _HostTicket:
+        ticket = _HostTicket(base)
+        self._queue.put(ticket)
+        return ticket
+
+    def _work(self) -> None:
+        torch.set_num_threads(1)
+        while (ticket := self._queue.get()) is not None:
+            if self._delay_s:
+                time.sleep(self._delay_s)
+            ticket.write()
+            del ticket  # a ticket nobody holds any more frees its copy now, not at the next put
+
+    def close(self) -> None:
+        """Finish what was put and end the thread."""
+        self._queue.put(None)
+        self._thread.join()
+
+    def __enter__(self) -> HostTier:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        self.close()
