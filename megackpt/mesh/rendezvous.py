@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -17,6 +18,10 @@ def init_process_group(parallel: ParallelConfig, launch: LaunchEnvironment, seam
     A process on its own needs no address: it meets itself in memory. The default group is not bound to a device,
     so that its communicator, and those of the groups made later, are built by the ranks that use them only.
     """
+    # torch 2.13 renamed these; 2.11 knows the old names only, and they are the same functions.
+    warnings.filterwarnings(
+        "ignore", r"`torch\.distributed\.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated", FutureWarning
+    )
     timeout = timedelta(minutes=parallel.timeout_minutes)
     if launch.world_size == 1:
         store = dist.HashStore()  # type: ignore[attr-defined]

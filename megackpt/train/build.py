@@ -6,13 +6,10 @@ is mine (pipeline, model), what is kept of its forward (plan), who updates it (o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
-from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
 from megackpt.data.build import Datasets, SampleCounts, build_datasets, build_mock_datasets
 from megackpt.data.gpt_dataset import SampleFormat
@@ -29,6 +26,7 @@ from megackpt.plan import Plan, plan_for
 from megackpt.precision.policy import Precision
 from megackpt.recompute import KeptBytes, RngLedger
 from megackpt.tensor.context import TensorParallel
+from megackpt.train.agree import agree, together
 
 
 @dataclass(frozen=True)
@@ -75,7 +73,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
     chunk = build_chunk(config.model, tp, vocab, piece.layers, first=piece.is_first, last=piece.is_last)
     parameters = records(chunk.named_parameters())
     plan = build_plan(config, cut)
-    _agree(plan.digest(), "recompute plan")
+    agree(plan.digest(), "recompute plan")
 
     buffer.attach(parameters)
     return Trainer(
@@ -92,7 +90,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         buffer=buffer,
         optimizer=MasterAdamW(buffer, config.optimizer),
         learning_rate=LearningRate.from_config(config.optimizer, config.train, config.batch),
-        datasets=_alike(lambda: build_data(config, vocab, tokenizer)),
+        datasets=together(lambda: build_data(config, vocab, tokenizer)),
         vocab=vocab,
         tokenizer=tokenizer,
     )
@@ -135,28 +133,3 @@ def build_data(config: RunConfig, vocab: int, tokenizer: Tokenizer | None) -> Da
     eod = tokenizer.eod if tokenizer is not None else None
     sample_format = SampleFormat(config.model.seq_length, eod=eod, eod_mask_loss=data.eod_mask_loss)
     return build_datasets(data.data_path, data.split, counts, sample_format, train.seed, data.data_cache_path)
-
-
-def _alike(work: Callable[[], Datasets]) -> Datasets:
-    """Run ``work`` on every rank; if it fails on one, fail on all, with the first one's words."""
-    result, failure = None, None
-    try:
-        result = work()
-    except (UsageError, OSError) as error:
-        failure = str(error)
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, failure)
-    first = next((f for f in failures if f is not None), None)
-    if first is not None:
-        raise UsageError(first)
-    assert result is not None
-    return result
-
-
-def _agree(digest: str, what: str) -> None:
-    """Stop when ranks differ in something that decides the order of their collectives."""
-    digests: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(digests, digest)
-    odd = [rank for rank, other in enumerate(digests) if other != digests[0]]
-    if odd:
-        raise UsageError(f"rank 0 and rank{'s' * (len(odd) > 1)} {', '.join(map(str, odd))} have different {what}s")

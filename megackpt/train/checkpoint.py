@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megackpt.data.position import DataPosition, resume_message
 from megackpt.mesh.device import DeviceSeam
@@ -23,7 +24,7 @@ class Position:
     consumed_samples: int = 0
 
 
-def save_run(trainer: Trainer, where: Position) -> Path:
+def save_run(trainer: Trainer, where: Position, group: ProcessGroup | None = None) -> Path:
     """Write the run as the checkpoint of its iteration; called by all ranks."""
     config = trainer.config.checkpoint
     assert config.save is not None
@@ -40,7 +41,7 @@ def save_run(trainer: Trainer, where: Position) -> Path:
         "plan": trainer.plan.to_json(),
         "config": trainer.config.to_yaml(),
     }
-    return save(config.save, where.iteration, state, trainer.mesh)
+    return save(config.save, where.iteration, state, trainer.mesh, group)
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,8 @@ class Start:
     messages: tuple[str, ...] = ()
 
 
-def load_run(trainer: Trainer) -> Start:
-    """Continue from ``--load`` if it has a checkpoint."""
+def load_run(trainer: Trainer, group: ProcessGroup | None = None) -> Start:
+    """Continue from ``--load`` if it has a checkpoint.  ``group``: see ``persist.coordination_group``."""
     config = trainer.config.checkpoint
     if config.load is None:
         return Start(Position(), trainer.learning_rate)
@@ -62,7 +63,7 @@ def load_run(trainer: Trainer) -> Start:
         want |= {"optimizer"} if config.load_optim else set()
         want |= {"rng"} if config.load_rng else set()
     state = run_state(trainer, optimizer=True, rng=True)
-    report = load(config.load, state, trainer.mesh, want=want)
+    report = load(config.load, state, trainer.mesh, want=want, group=group)
     if report is None:
         return Start(Position(), trainer.learning_rate, (f"{config.load} has no checkpoint: starting afresh",))
     return _apply(trainer, state, report, want)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from pathlib import Path
+from datetime import timedelta
 
 import torch
 
@@ -19,7 +19,8 @@ from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.mesh.rendezvous import init_process_group, shutdown
 from megackpt.observe.memory_tracker import ActivationPeak
-from megackpt.persist import prepare_directory
+from megackpt.persist import CheckpointError, coordination_group, prepare_directory
+from megackpt.train.agree import together
 from megackpt.train.build import Trainer, build
 from megackpt.train.checkpoint import Position, load_run, save_run
 from megackpt.train.report import Reporter, over_ranks
@@ -37,22 +38,21 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> int:
             train(build(config, seam))
         finally:
             shutdown()
-    except UsageError as error:
+    except (UsageError, CheckpointError) as error:  # raised on every rank alike
         if launch.rank == 0:
             print(f"megackpt: error: {error}", file=sys.stderr, flush=True)
-        return 2
+        return 2 if isinstance(error, UsageError) else 1
     return 0
 
 
 def train(trainer: Trainer) -> Position:
     """Run from where ``--load`` left off to the end, or to ``--exit-interval``; returns where the run stands."""
     config = trainer.config
-    if config.logging.run_dir is not None:
-        Path(config.logging.run_dir).mkdir(parents=True, exist_ok=True)
-    messages = prepare_directory(config.checkpoint.save) if config.checkpoint.save else []
-    start = load_run(trainer)
+    group = coordination_group(timedelta(minutes=config.parallel.timeout_minutes))
+    messages = prepare_directory(config.checkpoint.save, group) if config.checkpoint.save else []
+    start = load_run(trainer, group)
     trainer = replace(trainer, learning_rate=start.learning_rate)
-    reporter = Reporter(trainer, start.position)
+    reporter = together(lambda: Reporter(trainer, start.position))
     reporter.start([*messages, *start.messages])
     stepper = Stepper(trainer)
     loop = Loop(trainer, reporter, stepper, start.position)
@@ -62,7 +62,7 @@ def train(trainer: Trainer) -> Position:
             if loop.due(config.train.eval_interval) or loop.ends:
                 loop.evaluate(trainer.datasets.valid, "valid")
             if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
-                path = save_run(trainer, loop.where)
+                path = save_run(trainer, loop.where, group)
                 reporter.say(f"megackpt: saved {path}")
             if loop.ends:
                 break

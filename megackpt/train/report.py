@@ -39,6 +39,8 @@ class Reporter:
         self._peak = config.logging.peak_tflops
         if self._peak is None and trainer.seam.kind == "cuda":
             self._peak = peak_tflops(torch.cuda.get_device_name(trainer.seam.device), config.precision.params_dtype)
+        if self.speaks and self.run_dir is not None:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
         self._metrics = [MetricsWriter(path) for path in self._metric_files()] if self.speaks else []
         self._writers = build_writers(
             is_logging_rank=self.speaks,

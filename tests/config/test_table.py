@@ -39,6 +39,14 @@ _WORKS = """
 """
 WORKS = _WORKS.split()
 
+WRITTEN_ANYWAY = (
+    "--log-validation-ppl-to-tensorboard",
+    "--log-timers-to-tensorboard",
+    "--log-batch-size-to-tensorboard",
+    "--log-memory-to-tensorboard",
+    "--timing-log-level",
+)
+
 
 def test_every_flag_that_launch_scripts_use_is_in_the_table() -> None:
     assert len(USED) == 191
@@ -63,6 +71,7 @@ def test_state_follows_from_tier(row: dict[str, str]) -> None:
             "--overlap-grad-reduce",
             "--overlap-param-gather",
             "--tensorboard-queue-size",
+            *WRITTEN_ANYWAY,
         )
 
 
