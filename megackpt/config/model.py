@@ -49,6 +49,8 @@ class ModelConfig:
     init_method_std: float = 0.02
     fused_attention: bool = True
     """Attention by one fused kernel that never stores the s x s matrices."""
+    loss_chunk_size: int | None = None
+    """Positions whose logits exist at a time; None = all."""
     attention_softmax_in_fp32: bool = True
     """The unfused core computes its softmax in fp32 (in fp64 for an fp64 model)."""
 
@@ -64,6 +66,7 @@ class ModelConfig:
         for name in ("num_query_groups", "kv_channels", "ffn_hidden_size", "max_position_embeddings"):
             at_least(_flag(name), getattr(self, name), DERIVED)
         at_least("--vocab-size", self.vocab_size, 1)
+        at_least("--loss-chunk-size", self.loss_chunk_size, 1)
         self._derive()
         self._check_attention()
         self._check_positions()

@@ -57,7 +57,24 @@ class RecomputeConfig:
     keep: str = "boundaries"
     """Of full with single layers: boundaries also keeps the residual after attention, so no reduction is replayed."""
 
+    distribute: bool = False
+    """Of full: every tensor-parallel rank keeps its part of a boundary, and gathers the rest at replay."""
+    plan_file: str | None = None
+    """A plan in JSON that is run as it is; replaces the policy."""
+    verify: bool = False
+    """Compare every replayed tensor with a digest of the original."""
+
     def __post_init__(self) -> None:
+        if self.plan_file is not None and self.granularity != "none":
+            raise UsageError(
+                f"--recompute-plan {self.plan_file} contradicts --recompute-granularity {self.granularity}: a plan says"
+                " itself what is kept. Leave one of them out."
+            )
+        if self.distribute and self.granularity != "full":
+            raise UsageError(
+                "--distribute-saved-activations needs --recompute-granularity full: it splits the kept boundaries;"
+                f" got granularity {self.granularity}."
+            )
         one_of("--recompute-granularity", self.granularity, GRANULARITIES)
         one_of("--recompute-keep", self.keep, KEEPS)
         if self.method is not None:

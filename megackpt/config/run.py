@@ -44,6 +44,11 @@ class RunConfig:
         self._check_pipeline()
         self.batch.micro_batches(self.parallel.data)
         self._check_schedule()
+        if self.recompute.distribute and self.parallel.sequence_parallel:
+            raise UsageError(
+                "--distribute-saved-activations contradicts --sequence-parallel: with it boundaries are split along the"
+                " sequence already. Leave --distribute-saved-activations out."
+            )
         if "attn.rope" in self.recompute.modules and self.model.position_embedding_type != "rope":
             raise UsageError(
                 "--recompute-modules attn.rope contradicts --position-embedding-type"

@@ -98,6 +98,16 @@ ROWS: tuple[Flag, ...] = (
     works("--normalization", MODEL, "text", "model.normalization", "Kind of norm.", choices=NORMALIZATIONS),
     works("--norm-epsilon", MODEL, "float", "model.norm_epsilon", "Added to the variance."),
     works("--swiglu", MODEL, "switch", "model.swiglu", "Gated MLP with SiLU, instead of GELU."),
+    works(
+        "--loss-chunk-size",
+        MODEL,
+        "int",
+        "model.loss_chunk_size",
+        "Compute logits and loss for this many positions at a time and replay them in backward, so that the logits of"
+        " the whole sequence, 6sbV/t bytes in 16-bit formats, never exist at once.",
+        minimum=1,
+        default="the whole sequence",
+    ),
     works("--squared-relu", MODEL, "switch", "model.squared_relu", "MLP with squared ReLU, instead of GELU."),
     works(
         "--disable-bias-linear",

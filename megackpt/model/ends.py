@@ -5,8 +5,6 @@ s sequence, b micro-batch, h hidden, V padded vocabulary, t tensor-parallel size
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -99,10 +97,15 @@ class TiedWord(nn.Module):
 
 
 class Head(nn.Module):
-    """Hidden states [s/t, b, h] and labels [b, s] to the loss of each token [s, b]."""
+    """Hidden states [s/t, b, h] and labels [b, s] to the loss of each token [s, b].
+
+    With ``loss_chunk_size`` logits and their softmax exist for that many positions at a time only, in forward and in
+    backward: 6sbV/t bytes never stand at once.
+    """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, vocab: int, tied_weight: Parameter | None) -> None:
         super().__init__()
+        self.loss_chunk_size = config.loss_chunk_size
         self.tp, self.vocab = tp, vocab
         self.norm = make_norm(config, tp, "head.norm")
         self.weight: Parameter | None = None
@@ -118,17 +121,24 @@ class Head(nn.Module):
                 valid_rows=vocab,
             )
 
-    def logits(self, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s, b, V/t]
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         step = at("head")
         y = step("head.norm", self.norm, x)
-        y = gather_step(step, "head.gather", self.tp, y)
-        return step("head.logits", self._logits, y)
+        y = gather_step(step, "head.gather", self.tp, y)  # [s, b, h]
+        targets = labels.t().contiguous()  # [s, b]
+        if self.loss_chunk_size is None:
+            return step("head.loss", self._loss, step("head.logits", self._logits, y), targets)
+        # One split and one cat, not slices: a slice's backward would write a whole [s, b, h] of zeros per part.
+        parts = zip(y.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True)
+        return torch.cat([step("head.chunk", self._logits_and_loss, *part) for part in parts])
 
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        loss = partial(vocab_parallel_cross_entropy, axis=self.tp.axis, valid_vocab=self.vocab)
-        return at("head")("head.loss", loss, self.logits(x), labels.t().contiguous())
+    def _logits_and_loss(self, y: Tensor, targets: Tensor) -> Tensor:  # [c, b, h], [c, b] -> [c, b]
+        return self._loss(self._logits(y), targets)
 
-    def _logits(self, y: Tensor) -> Tensor:
+    def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:  # [s, b, V/t], [s, b] -> [s, b]
+        return vocab_parallel_cross_entropy(logits, targets, self.tp.axis, self.vocab)
+
+    def _logits(self, y: Tensor) -> Tensor:  # [s, b, h] -> [s, b, V/t]
         weight = self.weight if self.weight is not None else self._tied[0]
         assert weight is not None
         return linear(y, weight, None, self.tp.sink, self.tp.input_gradient_axis)

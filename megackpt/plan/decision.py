@@ -97,12 +97,13 @@ class Group:
 
     ``inner`` None: the replay keeps everything of the group at once.  Otherwise the replay follows the plan again:
     the groups of ``inner`` (possibly none), and the layers' own save-sets.  Groups in groups are trees: binomial
-    schedules, and whatever else a chain planner gives.
+    schedules, and whatever else a chain planner gives.  ``output``: the decision for what the group passes on.
     """
 
     first: int
     last: int
     inner: tuple[Group, ...] | None = None
+    output: str = KEEP
 
     def __post_init__(self) -> None:
         if not 0 <= self.first <= self.last:
@@ -112,12 +113,13 @@ class Group:
                 raise ValueError(f"group {group.first} to {group.last} is not inside {self.first} to {self.last}")
 
     def to_json(self) -> list[object]:
-        return [self.first, self.last, None if self.inner is None else [g.to_json() for g in self.inner]]
+        inner = None if self.inner is None else [g.to_json() for g in self.inner]
+        return [self.first, self.last, inner, self.output]
 
     @staticmethod
     def from_json(data: Sequence[Any]) -> Group:
-        first, last, inner = data
-        return Group(first, last, None if inner is None else tuple(Group.from_json(g) for g in inner))
+        first, last, inner, output = data
+        return Group(first, last, None if inner is None else tuple(Group.from_json(g) for g in inner), output)
 
 
 @dataclass(frozen=True)
@@ -129,6 +131,11 @@ class ChunkPlan:
 
     def save_set(self, address: str) -> SaveSet:
         return self.save_sets.get(address, KEEP_EVERYTHING)
+
+    def choices(self) -> set[str]:
+        """Every choice that occurs, so that a run knows which tiers it needs."""
+        decisions = [d for s in self.save_sets.values() for d in (s.default, *s.decisions.values())]
+        return {c for d in decisions for c in (d.output, d.internals)} | {g.output for g in self.groups}
 
     @property
     def keeps_all(self) -> bool:

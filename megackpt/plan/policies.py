@@ -17,9 +17,11 @@ input alone: what nobody saved depends on, nobody rebuilds.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from megackpt.plan.decision import KEEP, REPLAY, REPLAY_ALL, ChunkPlan, Decision, Group, Plan, SaveSet
-from megackpt.plan.steps import BLOCK, GATHERS, MODULES, NORMS
+from megackpt.plan.decision import KEEP, REPLAY, REPLAY_ALL, SHARD, ChunkPlan, Decision, Group, Plan, SaveSet
+from megackpt.plan.steps import BLOCK, GATHERS, HEAD_CHUNK, MODULES, NORMS
 
 _GATHERED = Decision(output=REPLAY)
 _MASKS = Decision(masks=REPLAY)
@@ -58,9 +60,12 @@ def steps_of(modules: Sequence[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(steps))
 
 
-def full_layer(keep: str = "boundaries") -> SaveSet:
-    """One fully replayed layer that keeps its input and, with ``keep='boundaries'``, ``attn.residual``."""
-    kept = Decision(output=KEEP, internals=REPLAY, masks=REPLAY)
+def full_layer(keep: str = "boundaries", boundary: str = KEEP) -> SaveSet:
+    """One fully replayed layer that keeps its input and, with ``keep='boundaries'``, ``attn.residual``.
+
+    ``boundary``: how a boundary is kept, ``keep`` or ``shard``.
+    """
+    kept = Decision(output=boundary, internals=REPLAY, masks=REPLAY)
     decisions = {"mlp.residual": kept}
     if keep == "boundaries":
         decisions["attn.residual"] = kept
@@ -69,48 +74,69 @@ def full_layer(keep: str = "boundaries") -> SaveSet:
     return SaveSet(decisions, REPLAY_ALL)
 
 
-def chunk_plan(
-    layers: range,
-    *,
-    granularity: str,
-    method: str = "uniform",
-    num_layers: int = 1,
-    modules: Sequence[str] = ("core_attn",),
-    keep: str = "boundaries",
-) -> ChunkPlan:
-    """The plan of one chunk that holds the global ``layers``; a last group is clipped to what is left."""
-    ends = keep_everything() if granularity == "none" else SaveSet({name: _GATHERED for name in GATHERS}, _MASKS)
-    sets = {"embedding": ends, "head": ends}
-    groups: tuple[Group, ...] = ()
-    if granularity == "full" and method == "uniform" and num_layers > 1:
-        firsts = range(layers.start, layers.stop, num_layers)
-        groups = tuple(Group(i, min(i + num_layers, layers.stop) - 1) for i in firsts)
-    for place, layer in enumerate(layers):
-        if granularity == "full":
-            whole = method == "uniform" or place < num_layers
-            sets[f"layers.{layer}"] = full_layer(keep) if whole else keep_everything()
-        else:
-            makers = {"none": keep_everything, "free": free_tier}
-            sets[f"layers.{layer}"] = selective(modules) if granularity == "selective" else makers[granularity]()
-    return ChunkPlan(sets, groups)
+@dataclass(frozen=True)
+class Policy:
+    """A named policy with its details; each detail means what the flag of its name says.
+
+    ``distribute``: boundaries of full recomputation are kept as this rank's part (``--distribute-saved-activations``).
+    ``chunked_loss``: the head runs in parts, which are always replayed (``--loss-chunk-size``).
+    """
+
+    granularity: str = "none"
+    method: str = "uniform"
+    num_layers: int = 1
+    modules: tuple[str, ...] = ("core_attn",)
+    keep: str = "boundaries"
+    distribute: bool = False
+    chunked_loss: bool = False
+
+    @property
+    def grouped(self) -> bool:
+        return self.granularity == "full" and self.method == "uniform" and self.num_layers > 1
+
+    def __str__(self) -> str:
+        """In the words of the flags: ``selective (core_attn)``, ``full, block 3, layer-input``."""
+        words = self.granularity
+        if self.granularity == "selective":
+            words += f" ({', '.join(self.modules)})"
+        elif self.granularity == "full":
+            words += f", {self.method} {self.num_layers}, {'group input' if self.grouped else self.keep}"
+        return words + ", boundaries distributed" * self.distribute + ", loss in chunks" * self.chunked_loss
+
+    def layer(self, place: int) -> SaveSet:
+        """The save-set of the ``place``-th layer of a chunk."""
+        if self.granularity == "full":
+            boundary = SHARD if self.distribute else KEEP
+            whole = self.method == "uniform" or place < self.num_layers
+            return full_layer(self.keep, boundary) if whole else keep_everything()
+        if self.granularity == "selective":
+            return selective(self.modules)
+        return free_tier() if self.granularity == "free" else keep_everything()
+
+    def ends(self) -> SaveSet:
+        """The save-set of embedding and head: their masks as the layers', their gathers replayed."""
+        decisions = {name: _GATHERED for name in GATHERS}
+        if self.chunked_loss:
+            decisions[HEAD_CHUNK.name] = Decision(internals=REPLAY)
+        return SaveSet(decisions, Decision() if self.granularity == "none" else _MASKS)
+
+    def chunk(self, layers: range) -> ChunkPlan:
+        """The plan of one chunk that holds the global ``layers``; a last group is clipped to what is left."""
+        sets = {"embedding": self.ends(), "head": self.ends()}
+        sets |= {f"layers.{layer}": self.layer(place) for place, layer in enumerate(layers)}
+        groups: tuple[Group, ...] = ()
+        if self.grouped:
+            output = SHARD if self.distribute else KEEP
+            firsts = range(layers.start, layers.stop, self.num_layers)
+            groups = tuple(Group(i, min(i + self.num_layers, layers.stop) - 1, output=output) for i in firsts)
+        return ChunkPlan(sets, groups)
 
 
-def plan_for(stages: Sequence[Sequence[range]], **policy: object) -> Plan:
+def chunk_plan(layers: range, **details: Any) -> ChunkPlan:
+    """The plan of one chunk under ``Policy(**details)``."""
+    return Policy(**details).chunk(layers)
+
+
+def plan_for(stages: Sequence[Sequence[range]], policy: Policy) -> Plan:
     """The plan for layers by [stage][chunk] under one policy for all."""
-    return Plan(tuple(tuple(chunk_plan(c, **policy) for c in s) for s in stages), policy_name(**policy))  # type: ignore
-
-
-def policy_name(
-    granularity: str,
-    method: str = "uniform",
-    num_layers: int = 1,
-    modules: Sequence[str] = ("core_attn",),
-    keep: str = "boundaries",
-) -> str:
-    """The policy in the words of its flags: ``selective (core_attn)``, ``full, block 3, layer-input``."""
-    if granularity == "selective":
-        return f"selective ({', '.join(modules)})"
-    if granularity != "full":
-        return granularity
-    grouped = method == "uniform" and num_layers > 1
-    return f"full, {method} {num_layers}, {'group input' if grouped else keep}"
+    return Plan(tuple(tuple(policy.chunk(c) for c in s) for s in stages), str(policy))

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megackpt.plan import KEEP
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megackpt.recompute.tape import Tape
 
 # How steps inside the running step behave.
@@ -47,6 +49,15 @@ class _State(threading.local):
 
 
 state = _State()
+
+
+def pack(tensor: Tensor) -> Any:
+    """Autograd's pack hook while a step runs: the innermost one takes the tensor.
+
+    A plain function, because autograd holds the pack hook as long as what was packed: a frame's own method would
+    keep the frame alive, with all that it knows of its step.
+    """
+    return state.frame.pack(tensor)
 
 
 def is_replaying() -> bool:

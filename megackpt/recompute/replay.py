@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megackpt.recompute.call import StepCall, autocast_as, tensors_of
-from megackpt.recompute.context import state
+from megackpt.recompute.context import pack, state
 from megackpt.recompute.handle import Internal, Kept, ReplayError, View
 from megackpt.recompute.producer import Producer
 
@@ -61,7 +61,7 @@ class Record(Producer):
         grad, ambient = torch.is_grad_enabled(), state.read()
         state.write((self.tape, frame, call.masks, call.inner))
         torch._C._set_grad_enabled(True)
-        push_hooks(frame.pack, _no_unpack)
+        push_hooks(pack, _no_unpack)
         try:
             if call.rng is not None:
                 ledger.restore(call.rng)

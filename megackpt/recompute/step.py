@@ -20,7 +20,7 @@ from torch.autograd import forward_ad
 
 from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, group_at
 from megackpt.recompute.call import StepCall, tensors_of
-from megackpt.recompute.context import COUNTED, LIVE, MERGED, state
+from megackpt.recompute.context import COUNTED, LIVE, MERGED, pack, state
 from megackpt.recompute.handle import Internal, Kept, Tag, View, live_tag, write_tag
 from megackpt.recompute.producer import Producer
 from megackpt.recompute.replay import Record, pop_hooks, push_hooks, resolve
@@ -29,8 +29,6 @@ from megackpt.recompute.tape import Tape
 
 T = TypeVar("T")
 Module = Callable[[Tensor], Tensor]
-
-_GROUP = Decision(output=KEEP, internals=REPLAY, masks=REPLAY)
 
 
 class Scope:
@@ -89,7 +87,8 @@ def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Module]], x: T
         members = layers[place : place + group.last - group.first + 1]
         where = f"layers {group.first} to {group.last}"
         inner = MERGED if group.inner is None else COUNTED
-        x = run_step(tape, where, _GROUP, partial(_in_turn, group.inner or (), members), (x,), {}, inner)
+        decision = Decision(output=group.output, internals=REPLAY, masks=REPLAY)
+        x = run_step(tape, where, decision, partial(_in_turn, group.inner or (), members), (x,), {}, inner)
         place += len(members)
     return x
 
@@ -197,7 +196,7 @@ def run_step(
     frame = ForwardFrame(tape, where, record, decision.internals, inputs)
     ambient = state.read()
     state.write((tape, frame, decision.masks, LIVE if record is None else inner))
-    push_hooks(frame.pack, resolve)
+    push_hooks(pack, resolve)
     try:
         result = fn(*args, **kwargs)
     finally:

@@ -72,6 +72,11 @@ def _share(x: Tensor, axis: Axis) -> int:
     return x.shape[0] // axis.size
 
 
+def gather_flat(part: Tensor, axis: Axis) -> Tensor:
+    """[n/t] on each rank -> [n] on all, without history: how a kept tensor that is spread over the ranks comes back."""
+    return part if axis.size == 1 else _gather(part, axis)
+
+
 # -- autograd functions ------------------------------------------------------------------------------------------
 
 

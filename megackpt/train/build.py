@@ -6,10 +6,14 @@ is mine (pipeline, model), what is kept of its forward (plan), who updates it (o
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
 
+from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
 from megackpt.data.build import Datasets, SampleCounts, build_datasets, build_mock_datasets
 from megackpt.data.gpt_dataset import SampleFormat
@@ -22,9 +26,12 @@ from megackpt.optim.adamw import MasterAdamW
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.lr_schedule import LearningRate
 from megackpt.pipeline.stages import Piece, pieces
-from megackpt.plan import Plan, plan_for
+from megackpt.plan import ChunkPlan, Plan, Policy, plan_for
+from megackpt.plan.decision import OFFLOAD_HOST, SHARD
 from megackpt.precision.policy import Precision
 from megackpt.recompute import KeptBytes, RngLedger
+from megackpt.recompute.tiers import HostTier, ShardTier, Tier
+from megackpt.tensor.collectives import gather_flat
 from megackpt.tensor.context import TensorParallel
 from megackpt.train.agree import agree, together
 
@@ -42,6 +49,7 @@ class Trainer:
     chunk: GPTChunk
     parameters: list[tuple[torch.nn.Parameter, ParameterRecord]]
     plan: Plan
+    tiers: dict[str, Tier]
     account: KeptBytes
     buffer: GradientBuffer
     optimizer: MasterAdamW
@@ -72,7 +80,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
     piece = cut[mesh.pp.index]
     chunk = build_chunk(config.model, tp, vocab, piece.layers, first=piece.is_first, last=piece.is_last)
     parameters = records(chunk.named_parameters())
-    plan = build_plan(config, cut)
+    plan = together(lambda: build_plan(config, cut))
     agree(plan.digest(), "recompute plan")
 
     buffer.attach(parameters)
@@ -86,6 +94,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         chunk=chunk,
         parameters=parameters,
         plan=plan,
+        tiers=build_tiers(plan.chunk(mesh.pp.index), tp),
         account=KeptBytes(),
         buffer=buffer,
         optimizer=MasterAdamW(buffer, config.optimizer),
@@ -107,16 +116,49 @@ def build_vocabulary(config: RunConfig) -> tuple[Tokenizer | None, int]:
 
 
 def build_plan(config: RunConfig, cut: list[Piece]) -> Plan:
-    """The plan of the recompute flags for the model as it is cut."""
+    """The plan of the recompute flags for the model as it is cut, or the one in ``--recompute-plan``."""
     recompute = config.recompute
-    return plan_for(
-        [[piece.layers] for piece in cut],
+    if recompute.plan_file is not None:
+        return read_plan(recompute.plan_file, cut)
+    policy = Policy(
         granularity=recompute.granularity,
         method=recompute.method or "uniform",
         num_layers=recompute.num_layers or 1,
         modules=recompute.modules,
         keep=recompute.keep,
+        distribute=recompute.distribute and config.parallel.tensor > 1,
+        chunked_loss=config.model.loss_chunk_size is not None,
     )
+    return plan_for([[piece.layers] for piece in cut], policy)
+
+
+def read_plan(path: str, cut: list[Piece]) -> Plan:
+    """A stored plan; UsageError unless it is one for the model as it is cut."""
+    try:
+        plan = Plan.from_json(json.loads(Path(path).read_text()))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--recompute-plan {path}: not a plan of this version ({error})") from error
+    if len(plan.stages) != len(cut):
+        raise UsageError(f"--recompute-plan {path} is for {len(plan.stages)} stages, this run has {len(cut)}")
+    for piece, stage in zip(cut, plan.stages, strict=True):
+        named = {int(a.removeprefix("layers.")) for a in stage[0].save_sets if a.startswith("layers.")}
+        if len(stage) != 1 or named != set(piece.layers):
+            raise UsageError(
+                f"--recompute-plan {path}: stage {piece.stage} has layers {sorted(named)} there and"
+                f" {list(piece.layers)} here"
+            )
+    return plan
+
+
+def build_tiers(plan: ChunkPlan, tp: TensorParallel) -> dict[str, Tier]:
+    """The places that the plan of this rank's chunk asks for."""
+    choices = plan.choices()
+    tiers: dict[str, Tier] = {}
+    if SHARD in choices:
+        tiers[SHARD] = ShardTier(tp.axis.index, tp.axis.size, partial(gather_flat, axis=tp.axis))
+    if OFFLOAD_HOST in choices:
+        tiers[OFFLOAD_HOST] = HostTier()
+    return tiers
 
 
 def build_data(config: RunConfig, vocab: int, tokenizer: Tokenizer | None) -> Datasets:

@@ -70,7 +70,7 @@ class Stepper:
         trainer = self.trainer
         plan = trainer.plan.chunk(trainer.mesh.pp.index, chunk)
         account = trainer.account if self.count_bytes else None
-        return Tape(plan, trainer.ledger, account=account, label=f"micro-batch {micro_batch}")
+        return Tape(plan, trainer.ledger, account=account, tiers=trainer.tiers, label=f"micro-batch {micro_batch}")
 
     def _forward(
         self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]
