@@ -9,6 +9,7 @@ those before clipping and update, whole (gathered over tensor-parallel ranks) an
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -23,7 +24,7 @@ from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, gather_full
 from megackpt.optim.norm import gradient_statistics
 from megackpt.train.build import Trainer, build
-from megackpt.train.loop import loader
+from megackpt.train.loop import loader, train
 from megackpt.train.step import Stepper
 from tests.reference import Shape
 
@@ -116,6 +117,24 @@ def layouts(processes: int, sizes: tuple[int, ...] = (1, 2, 4)) -> list[Layout]:
     return found
 
 
+def words(flags: Mapping[str, object]) -> list[str]:
+    """The command line of a run."""
+    line: list[str] = []
+    for name, value in flags.items():
+        if value is True:
+            line.append(f"--{name}")
+        elif value is not False:
+            values = value if isinstance(value, (list, tuple)) else [value]
+            line += [f"--{name}", *map(str, values)]
+    return line
+
+
+def logged(path: Path, *keys: str) -> list[tuple[object, ...]]:
+    """The named values of every iteration in a metrics file."""
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return [tuple(line[key] for key in keys) for line in lines if "lm_loss" in line]
+
+
 # -- in a worker ---------------------------------------------------------------------------------------------------
 
 
@@ -175,6 +194,11 @@ def steps(
             trace.norms.append(outcome.grad_norm)
             trace.tokens.append(outcome.tokens)
     return trace
+
+
+def train_all(rank: int, world_size: int, flags: Mapping[str, object], layout: Layout) -> None:
+    """A case for `run_distributed`: the whole of a run, as `pretrain_gpt.py` does it once the processes have met."""
+    train(built(flags, layout))
 
 
 def batches_of(trainer: Trainer) -> Iterator[dict[str, Tensor]]:

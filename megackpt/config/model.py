@@ -49,6 +49,8 @@ class ModelConfig:
     init_method_std: float = 0.02
     fused_attention: bool = True
     """Attention by one fused kernel that never stores the s x s matrices."""
+    compile: bool = False
+    """Compile the functions of norms and activations."""
     loss_chunk_size: int | None = None
     """Positions whose logits exist at a time; None = all."""
     attention_softmax_in_fp32: bool = True

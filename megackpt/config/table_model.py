@@ -99,6 +99,14 @@ ROWS: tuple[Flag, ...] = (
     works("--norm-epsilon", MODEL, "float", "model.norm_epsilon", "Added to the variance."),
     works("--swiglu", MODEL, "switch", "model.swiglu", "Gated MLP with SiLU, instead of GELU."),
     works(
+        "--compile",
+        MODEL,
+        "switch",
+        "model.compile",
+        "Compile norms and activations (torch.compile). Each function is compiled once and used by forward and replay"
+        " alike, so recomputation stays bitwise.",
+    ),
+    works(
         "--loss-chunk-size",
         MODEL,
         "int",

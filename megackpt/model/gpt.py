@@ -5,6 +5,7 @@ s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -12,6 +13,7 @@ from megackpt.config.model import ModelConfig
 from megackpt.model.attention import Attention
 from megackpt.model.ends import Embedding, Head, TiedWord
 from megackpt.model.mlp import MLP
+from megackpt.model.norm import LayerNorm, RMSNorm
 from megackpt.recompute import at, chain
 from megackpt.tensor.context import TensorParallel
 
@@ -65,6 +67,19 @@ class GPTChunk(nn.Module):
         """As :meth:`hidden`; on the last chunk the loss of each token, [s, b], for ``labels`` [b, s]."""
         x = self.hidden(x)
         return x if self.head is None else self.head(x, labels)
+
+
+def compile_steps(chunk: GPTChunk) -> None:
+    """Compile the functions of the steps that are made of small operations: norms and activations.
+
+    Each is compiled once, and forward and replay call the same compiled function, so replay stays bitwise; compiling a
+    forward and a replayed region separately would not.  Products and attention are single kernels already.
+    """
+    norms = [module for module in chunk.modules() if isinstance(module, (LayerNorm, RMSNorm))]
+    for norm in norms:
+        norm.compile(dynamic=False)
+    for block in chunk.layers.values():
+        block.mlp.activation = torch.compile(block.mlp.activation, dynamic=False)  # type: ignore[union-attr]
 
 
 def build_chunk(

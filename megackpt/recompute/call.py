@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
-from megackpt.recompute.handle import Box, Cell, Kept, live_tag
+from megackpt.recompute import nested
+from megackpt.recompute.handle import Box, Cell, Kept, live_tag, version_of
 from megackpt.recompute.producer import Producer
 
 Hooks = tuple[Any, Any]
@@ -20,10 +20,11 @@ class Input:
     """A tensor argument of a dropped step: kept, or a dropped output seen through its geometry.  The box of a
     dropped one is held until the step has replayed, so that it is not rebuilt twice."""
 
-    __slots__ = ("kept", "cell", "box", "geometry", "requires_grad")
+    __slots__ = ("kept", "cell", "box", "geometry", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor, where: str, outer: Hooks | None) -> None:
         self.requires_grad = tensor.requires_grad
+        self.version = version_of(tensor)
         self.kept: Kept | None = None
         self.box: Box | None = None
         tag = live_tag(tensor)
@@ -63,16 +64,13 @@ class StepCall:
         self.masks = masks
         self.inner = inner  # how steps inside this one behave in its replay, see context.py
         self.args: list[Any] = []
-        self.spec: pytree.TreeSpec | None = None
+        self.spec: nested.Spec | None = None
         self.rng: tuple[object, ...] | None = None  # state before the step, only if the step drew
         self.autocast = autocast_state()
 
-    def hold(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outer: Hooks | None) -> None:
-        """Remember the arguments.  The general (pytree) path costs tens of microseconds and is taken only for
-        nested or keyword arguments."""
-        leaves: list[Any] | tuple[Any, ...] = args
-        if kwargs or any(isinstance(a, (list, tuple, dict)) for a in args):
-            leaves, self.spec = pytree.tree_flatten((args, dict(kwargs)))
+    def hold(self, leaves: Sequence[Any], spec: nested.Spec | None, outer: Hooks | None) -> None:
+        """Remember the arguments, as :func:`flatten` gives them."""
+        self.spec = spec
         self.args = [Input(a, self.where, outer) if _is_activation(a) else a for a in leaves]
 
     def inputs(self) -> Iterator[Input]:
@@ -83,7 +81,7 @@ class StepCall:
         args = [a.give() if type(a) is Input else a for a in self.args]
         if self.spec is None:
             return args, {}
-        return pytree.tree_unflatten(args, self.spec)
+        return nested.unflatten(args, self.spec)
 
     def release(self) -> None:
         """After a replay: rebuilt inputs live on only if someone else saved them."""
@@ -91,14 +89,23 @@ class StepCall:
             if a.kept is None:
                 a.box = None
 
-    def check_inputs_unchanged(self) -> None:
-        """Refuse a step that wrote into its own input: its replay would start from the changed one."""
-        for a in self.inputs():
-            if a.kept is not None and not a.kept.unchanged:
+    def check_inputs_unchanged(self, leaves: Sequence[Any]) -> None:
+        """Refuse a step that wrote into its own input: its replay would start from the changed one, or change what
+        others rebuilt."""
+        for a, leaf in zip(self.args, leaves, strict=True):
+            if type(a) is Input and version_of(leaf) != a.version:
                 raise RuntimeError(
                     f"{self.where} modified its own input in place; a replayed step must leave its inputs alone: "
                     f"use the out-of-place operation"
                 )
+
+
+def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], nested.Spec | None]:
+    """The leaves of a call's arguments.  The general path costs tens of microseconds and is taken only for nested or
+    keyword arguments."""
+    if kwargs or any(nested.is_nested(a) for a in args):
+        return nested.flatten((args, dict(kwargs)))
+    return args, None
 
 
 def _is_activation(value: Any) -> bool:
@@ -111,7 +118,7 @@ def tensors_of(result: Any) -> list[Tensor]:
         return [result]
     if type(result) in (tuple, list) and all(isinstance(r, Tensor) or r is None for r in result):
         return [r for r in result if r is not None]
-    return [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in nested.flatten(result)[0] if isinstance(leaf, Tensor)]
 
 
 def autocast_state() -> list[tuple[str, torch.dtype]]:

@@ -40,6 +40,14 @@ def version_of(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
 
 
+Meta = tuple[torch.Size, torch.dtype, torch.device]
+
+
+def meta_of(tensor: Tensor) -> Meta:
+    """What a rebuilt tensor must have in common with the forward's."""
+    return tensor.shape, tensor.dtype, tensor.device
+
+
 class Kept:
     """A kept tensor.  ``outer`` is the pair of saved-tensor hooks that was active outside the tape: the tensor
     passes through it, so that ``save_on_cpu`` and ``torch.utils.checkpoint`` around us keep working."""
@@ -81,7 +89,7 @@ class Internal:
 
     def __init__(self, record: Record, tensor: Tensor) -> None:
         self.record = record
-        self.meta = (tensor.shape, tensor.dtype, tensor.device)
+        self.meta = meta_of(tensor)
         self.value: Kept | Internal | View | None = None
 
 

@@ -7,16 +7,19 @@ wanted.  The graph that a replay builds is thrown away at once; the forward's ow
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from megackpt.recompute.batchnorm import Statistics, training_norms
 from megackpt.recompute.call import StepCall, autocast_as, tensors_of
 from megackpt.recompute.context import pack, state
-from megackpt.recompute.handle import Internal, Kept, ReplayError, View
+from megackpt.recompute.handle import Internal, Kept, Meta, ReplayError, View, meta_of
 from megackpt.recompute.producer import Producer
+from megackpt.recompute.watch import Watch
 
 if TYPE_CHECKING:
     from megackpt.recompute.tape import Tape
@@ -28,14 +31,17 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class Record(Producer):
     """One dropped step of one forward: its call, and the slots of what autograd saved inside it."""
 
-    __slots__ = ("tape", "call", "packs", "slots")
+    __slots__ = ("tape", "call", "packs", "slots", "outputs", "watch", "differentiates")
 
-    def __init__(self, tape: Tape, call: StepCall) -> None:
+    def __init__(self, tape: Tape, call: StepCall, watch: Watch | None = None) -> None:
         super().__init__(call.where)
         self.tape = tape
+        self.watch = watch
+        self.differentiates = False  # the step takes gradients itself, so its replay needs a graph that works
         self.call = call
         self.packs = 0
         self.slots: dict[int, weakref.ref[Internal]] = {}
+        self.outputs: dict[int, Meta] = {}  # of the dropped ones
 
     def missing(self) -> list[Producer]:
         return [p for a in self.call.inputs() if (p := a.missing()) is not None]
@@ -53,38 +59,66 @@ class Record(Producer):
                 h.value = None
 
     def rebuild(self) -> None:
-        """Run the step once more.  Everything ambient is put back even when it fails: grad mode, hooks, random
-        streams, replay context."""
-        frame, call, ledger = ReplayFrame(self), self.call, self.tape.ledger
+        """Run the step once more."""
+        try:
+            self._run()
+        except _GraphWanted:
+            self.differentiates = True
+            try:
+                self._run()
+            except _GraphWanted:
+                raise ReplayError(f"{self.where}: {_FOREIGN_GRAPH}") from None
+        self.call.release()
+
+    def _run(self) -> None:
+        """Everything ambient is put back even when it fails: grad mode, hooks, random streams, replay context,
+        running statistics."""
+        frame, call, ledger, watch = ReplayFrame(self), self.call, self.tape.ledger, self.watch
         args, kwargs = call.arguments()
+        norms = training_norms(call.fn)
+        statistics = Statistics(norms) if norms else None
         before = ledger.snapshot() if call.rng is not None else None
         grad, ambient = torch.is_grad_enabled(), state.read()
         state.write((self.tape, frame, call.masks, call.inner))
         torch._C._set_grad_enabled(True)
-        push_hooks(pack, _no_unpack)
+        push_hooks(pack, resolve if self.differentiates else _no_unpack)
         try:
             if call.rng is not None:
                 ledger.restore(call.rng)
             with autocast_as(call.autocast):
-                frame.finish(call.fn(*args, **kwargs))
+                frame.finish(call.fn(*args, **kwargs) if watch is None else watch.replay(call.fn, args, kwargs))
+            if watch is not None:
+                watch.settle()
         except _Stop:
-            pass
-        except ReplayError:
-            raise
+            if watch is not None:
+                watch.settle()
+        except ReplayError as error:
+            if watch is None:
+                raise
+            raise watch.explain(error) from error.__cause__
         except Exception as error:
-            raise ReplayError(f"replay of {self.where} failed: {type(error).__name__}: {error}") from error
+            failure = ReplayError(f"replay of {self.where} failed: {type(error).__name__}: {error}")
+            raise (failure if watch is None else watch.explain(failure)) from error
         finally:
             pop_hooks()
             torch._C._set_grad_enabled(grad)
             state.write(ambient)
             if before is not None:
                 ledger.restore(before)
+            if statistics is not None:
+                statistics.restore()
             self.tape.cut()  # inner steps tagged what this replay made
-        call.release()
+
+
+_FOREIGN_GRAPH = "backward was called on a graph built by an earlier replay"
 
 
 class _Stop(BaseException):
     """Everything wanted is there.  A BaseException, so that a step that catches Exception cannot swallow it."""
+
+
+class _GraphWanted(BaseException):
+    """The step takes a gradient inside itself, on the graph of its replay."""
 
 
 class ReplayFrame:
@@ -99,23 +133,21 @@ class ReplayFrame:
         self.slots = record.wanted_slots()
         self.last = max(self.slots, default=-1)
         self.boxes = record.wanted_boxes()
+        if record.watch is not None and not record.watch.early_stop:
+            self.last = sys.maxsize
 
     def still_wanted(self, packs: int) -> bool:
         return bool(self.boxes) or self.last >= self.count + packs
 
-    def pack(self, tensor: Tensor) -> None:
+    def pack(self, tensor: Tensor) -> Kept | None:
         self.fill(tensor, None)
+        return Kept(tensor, self.record.where) if self.record.differentiates else None
 
     def fill(self, tensor: Tensor, handle: Kept | Internal | View | None) -> None:
         """Number one saved tensor; ``handle`` is what an inner step made of it, if one did."""
         slot = self.slots.get(self.count)
         if slot is not None:
-            meta = (tensor.shape, tensor.dtype, tensor.device)
-            if meta != slot.meta:
-                raise ReplayError(
-                    f"replay of {self.record.where}: saved tensor {self.count} has {_words(meta)}, "
-                    f"in forward it had {_words(slot.meta)}"
-                )
+            self._check("saved tensor", self.count, tensor, slot.meta)
             slot.value = handle if handle is not None else Kept(tensor, self.record.where)
         self.count += 1
         if not self.boxes and self.count > self.last:
@@ -127,18 +159,32 @@ class ReplayFrame:
                 f"replay of {self.record.where} saved {self.count} tensors for backward, its forward "
                 f"{self.record.packs}: the step is not a pure function of its arguments"
             )
-        if self.boxes:
-            for index, tensor in enumerate(tensors_of(result)):
-                if (box := self.boxes.get(index)) is not None:
-                    box.value = tensor.detach()
+        if not self.boxes:
+            return
+        outputs = tensors_of(result)
+        for index, box in self.boxes.items():
+            if index >= len(outputs):
+                raise ReplayError(f"replay of {self.record.where} returned {len(outputs)} tensors, its forward more")
+            self._check("output", index, outputs[index], self.record.outputs[index])
+            box.value = outputs[index].detach()
+
+    def _check(self, what: str, number: int, tensor: Tensor, then: Meta) -> None:
+        now, watch = meta_of(tensor), self.record.watch
+        if now == then if watch is None else watch.rebuilt(what, number, tensor, now, then):
+            return
+        raise ReplayError(
+            f"replay of {self.record.where}: {what} {number} has {_words(now)}, in forward it had {_words(then)}"
+        )
 
 
-def _words(meta: tuple[Any, ...]) -> str:
+def _words(meta: Meta) -> str:
     return f"shape {tuple(meta[0])}, {meta[1]}, {meta[2]}"
 
 
 def _no_unpack(_: Any) -> Tensor:
-    raise ReplayError("backward was called on a graph built by a replay")
+    if state.frame is None or not state.frame.replaying:
+        raise ReplayError(_FOREIGN_GRAPH)
+    raise _GraphWanted
 
 
 def demand(producer: Producer) -> None:
@@ -146,14 +192,16 @@ def demand(producer: Producer) -> None:
     work = [producer]
     while work:
         current = work[-1]
+        if not current.wanted():  # two readers asked for it; what it reads may be gone again, and is not needed
+            work.pop()
+            continue
         missing = current.missing()
         if missing:
             work += missing
             continue
         work.pop()
-        if current.wanted():  # two readers may have asked for it
-            current.rebuild()
-            _clear_when_backward_ends(current)
+        current.rebuild()
+        _clear_when_backward_ends(current)
 
 
 def resolve(handle: Kept | Internal | View) -> Tensor:

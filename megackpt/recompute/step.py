@@ -19,13 +19,14 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, group_at
-from megackpt.recompute.call import StepCall, tensors_of
+from megackpt.recompute.call import StepCall, flatten, tensors_of
 from megackpt.recompute.context import COUNTED, LIVE, MERGED, pack, state
-from megackpt.recompute.handle import Internal, Kept, Tag, View, live_tag, write_tag
+from megackpt.recompute.handle import Internal, Kept, Tag, View, live_tag, meta_of, write_tag
 from megackpt.recompute.producer import Producer
 from megackpt.recompute.replay import Record, pop_hooks, push_hooks, resolve
 from megackpt.recompute.rng import same_state
 from megackpt.recompute.tape import Tape
+from megackpt.recompute.watch import Watch
 
 T = TypeVar("T")
 Module = Callable[[Tensor], Tensor]
@@ -104,19 +105,20 @@ def _with_masks(masks: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs:
 class ForwardFrame:
     """The pack hook of one step's forward."""
 
-    __slots__ = ("tape", "where", "record", "internals", "count", "parent", "inputs", "held", "stored")
+    __slots__ = ("tape", "where", "decision", "record", "count", "parent", "outer", "inputs", "held", "stored")
 
-    def __init__(self, tape: Tape, where: str, record: Record | None, internals: str, inputs: tuple[Any, ...]) -> None:
+    def __init__(self, tape: Tape, where: str, decision: Decision, inputs: Sequence[Any]) -> None:
         self.tape = tape
         self.where = where
-        self.record = record
-        self.internals = internals
+        self.decision = decision
+        self.record: Record | None = None  # set if the step is dropped
         self.count = 0
         self.inputs = inputs
         self.held: set[int] = set()  # storages that stay on the device for a kept internal
         self.stored: dict[tuple[int, torch.dtype], Producer] = {}  # storages of internals that wait in a tier
         parent = state.frame
         self.parent = parent if parent is not None and parent.replaying else None
+        self.outer = tape.outer if self.parent is None else None  # what a replay makes is nobody else's to save
 
     @property
     def replaying(self) -> bool:
@@ -147,14 +149,15 @@ class ForwardFrame:
         tag = live_tag(tensor)
         if tag is not None:
             return View(tag.cell().open(), tensor)
-        if self.internals != KEEP and not self.is_input(tensor):
-            if self.internals == REPLAY:
+        internals = self.decision.internals
+        if internals != KEEP and not self.is_input(tensor):
+            if internals == REPLAY:
                 return self._slot(tensor)
             if not (tensor.is_conj() or tensor.is_neg()):
                 return self._elsewhere(tensor)
-        kept = Kept(tensor, self.where, self.tape.outer)
+        kept = Kept(tensor, self.where, self.outer)
         self.tape.note_kept(kept, self.where)
-        if self.record is not None:
+        if self.decision.output != KEEP:
             self.held.add(tensor.untyped_storage()._cdata)
         return kept
 
@@ -162,13 +165,15 @@ class ForwardFrame:
         assert self.record is not None
         slot = Internal(self.record, tensor)
         self.record.slots[self.count] = weakref.ref(slot)
+        if self.record.watch is not None:
+            self.record.watch.saved(self.count, tensor)
         return slot
 
     def _elsewhere(self, tensor: Tensor) -> View:
         key = (tensor.untyped_storage()._cdata, tensor.dtype)
         producer = self.stored.get(key)
         if producer is None:
-            producer = self.stored[key] = self.tape.store(self.internals, self.where, tensor)
+            producer = self.stored[key] = self.tape.store(self.decision.internals, self.where, tensor)
         return View(producer.cell(0).open(), tensor)
 
 
@@ -180,33 +185,37 @@ def run_step(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     inner: int = COUNTED,
+    watch: Watch | None = None,
 ) -> Any:
     """The forward of one step under a live tape.
 
     ``inner``: what steps inside a dropped one are, COUNTED (they decide for themselves in the replay) or MERGED.
+    ``watch`` looks on if the step is dropped.
     """
     _refuse_transforms(where, args)
+    leaves, spec = (args, None) if decision.keeps_all else flatten(args, kwargs)
+    frame = ForwardFrame(tape, where, decision, leaves)
     record = None
     if decision.output == REPLAY or decision.internals == REPLAY:
         call = StepCall(where, fn, decision.masks, LIVE if inner == COUNTED else MERGED)
-        call.hold(args, kwargs, tape.outer)
-        record = Record(tape, call)
+        call.hold(leaves, spec, frame.outer)
+        watch = tape.watch_for(call, watch)
+        record = frame.record = Record(tape, call, watch)
         rng = tape.ledger.snapshot()
-    inputs = (*args, *kwargs.values()) if kwargs else args
-    frame = ForwardFrame(tape, where, record, decision.internals, inputs)
     ambient = state.read()
     state.write((tape, frame, decision.masks, LIVE if record is None else inner))
     push_hooks(pack, resolve)
     try:
-        result = fn(*args, **kwargs)
+        result = fn(*args, **kwargs) if record is None or watch is None else watch.forward(fn, args, kwargs)
     finally:
         pop_hooks()
         state.write(ambient)
-    if record is not None:
-        if not same_state(rng, tape.ledger.snapshot()):
+        # Also when the replay of an outer step stops in here: what was saved so far is rebuilt by this step.
+        if record is not None and not same_state(rng, tape.ledger.snapshot()):
             record.call.rng = rng
+    if record is not None:
         record.packs = frame.count
-        record.call.check_inputs_unchanged()
+        record.call.check_inputs_unchanged(leaves)
         tape.note_record(record)
     if decision.output != KEEP:
         _drop_outputs(frame, decision.output, result)
@@ -227,6 +236,9 @@ def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
         else:
             assert frame.record is not None
             tag = Tag(frame.record, index, tensor)
+            frame.record.outputs[index] = meta_of(tensor)
+            if frame.record.watch is not None:
+                frame.record.watch.returned(index, tensor)
         write_tag(tensor, tag)
         frame.tape.note_tag(tag)
 

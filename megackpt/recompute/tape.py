@@ -15,12 +15,15 @@ import torch
 
 from megackpt.plan import ChunkPlan
 from megackpt.recompute.account import KeptBytes
+from megackpt.recompute.call import StepCall
 from megackpt.recompute.context import LIVE, state
 from megackpt.recompute.handle import Kept, Tag
 from megackpt.recompute.producer import Producer
 from megackpt.recompute.replay import Record
 from megackpt.recompute.rng import RngLedger
 from megackpt.recompute.tiers.base import Stored, Tier
+from megackpt.recompute.verify import Verifier
+from megackpt.recompute.watch import Watch
 
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
@@ -33,6 +36,9 @@ class Tape:
     keeps everything costs nothing without it.
     ``tiers``: the places of the decisions that put tensors elsewhere, by the decision's name.
     ``clear_after_backward``: False for a caller that splits one backward into several calls on purpose.
+    ``verify``: compare everything that is replayed with a digest of the original (slow; see verify.py).
+
+    A tape opened while another is open shares that one's ``verify``, and its account if it has none of its own.
     """
 
     def __init__(
@@ -44,11 +50,13 @@ class Tape:
         tiers: Mapping[str, Tier] | None = None,
         label: str = "",
         clear_after_backward: bool = True,
+        verify: bool = False,
     ) -> None:
         self.plan = plan
         self.ledger = RngLedger() if ledger is None else ledger
         self.label = label
         self.clear_after_backward = clear_after_backward
+        self.verify = verify
         self.live = account is not None or not plan.keeps_all
         self.outer: tuple[Any, Any] | None = None
         self._account = account
@@ -58,7 +66,9 @@ class Tape:
         self._records: list[weakref.ref[Record]] = []
         self._stored: list[weakref.ref[Stored]] = []
         self._kept: dict[int, tuple[str, int]] = {}
+        self._alive: list[tuple[weakref.ref[Kept], str]] = []
         self._previous: Tape | None = None
+        self._around: Tape | None = None  # accounts for us
         self._transparent = False
 
     def __enter__(self) -> Tape:
@@ -69,6 +79,8 @@ class Tape:
                 self.outer = _top_hooks(True)
             else:
                 self.outer = self._previous.outer
+                self.verify = self.verify or self._previous.verify
+                self._around = self._previous if self._account is None else None
             state.tape = self
         return self
 
@@ -125,22 +137,47 @@ class Tape:
         self._stored.append(weakref.ref(stored))
         return stored
 
+    def watch_for(self, call: StepCall, watch: Watch | None) -> Watch | None:
+        """Who looks on while the step of ``call`` runs, besides ``watch``."""
+        return Verifier(call, self.ledger, watch) if self.verify else watch
+
     def note_tag(self, tag: Tag) -> None:
         self._tags.append(weakref.ref(tag))
 
     def note_record(self, record: Record) -> None:
         if self._account is not None:
             self._records.append(weakref.ref(record))
+        elif self._around is not None:
+            self._around.note_record(record)
 
     def note_kept(self, kept: Kept, where: str) -> None:
         """Count a kept tensor's storage, once, for the step that kept it first."""
-        if self._account is not None and (storage := kept.storage) is not None:
+        if self._account is None:
+            if self._around is not None:
+                self._around.note_kept(kept, where)
+        elif (storage := kept.storage) is not None:
             self._kept.setdefault(storage._cdata, (where, storage.nbytes()))
+            self._alive.append((weakref.ref(kept), where))
 
     def saved_bytes(self) -> int:
         """Bytes kept for backward: storages of kept tensors and of the inputs that dropped steps hold; parameters
         and random states excluded.  Complete when the forward has ended; needs an ``account``."""
         return sum(nbytes for _, nbytes in self._kept.values())
+
+    def kept_now(self) -> dict[str, int]:
+        """As :meth:`report`, of what is still alive at this moment."""
+        bytes_by_step: dict[str, int] = {}
+        seen: set[int] = set()
+        for ref, where in self._alive:
+            kept = ref()
+            storage = kept.storage if kept is not None else None
+            if storage is not None and storage._cdata not in seen:
+                seen.add(storage._cdata)
+                bytes_by_step[where] = bytes_by_step.get(where, 0) + storage.nbytes()
+        for place in self._stored:
+            if (stored := place()) is not None:
+                bytes_by_step[stored.where] = bytes_by_step.get(stored.where, 0) + stored.ticket.held_bytes()
+        return bytes_by_step
 
     def report(self) -> dict[str, int]:
         """Bytes kept by step (``layers.3 attn.core``), in the order of the forward."""

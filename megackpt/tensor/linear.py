@@ -46,7 +46,7 @@ class _Linear(Function):
         ctx.axis = reduce_input_gradient
         matrix = weight.view(-1, weight.shape[-1])  # [out, in]
         shape = (*x.shape[:-1], matrix.shape[0])
-        if not product_wanted(2):
+        if any(ctx.needs_input_grad) and not product_wanted(2):  # else nothing is packed at all
             return x.new_empty(shape)
         rows = x.reshape(-1, x.shape[-1])
         product = rows @ matrix.t() if bias is None else torch.addmm(bias, rows, matrix.t())

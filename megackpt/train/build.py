@@ -21,7 +21,7 @@ from megackpt.data.tokenizer import Tokenizer, build_tokenizer
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, records
 from megackpt.mesh.process_mesh import ProcessMesh
-from megackpt.model import GPTChunk, build_chunk
+from megackpt.model import GPTChunk, build_chunk, compile_steps
 from megackpt.optim.adamw import MasterAdamW
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.lr_schedule import LearningRate
@@ -79,6 +79,8 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
     cut = pieces(config.model.num_layers, mesh.pp.size)
     piece = cut[mesh.pp.index]
     chunk = build_chunk(config.model, tp, vocab, piece.layers, first=piece.is_first, last=piece.is_last)
+    if config.model.compile:
+        compile_steps(chunk)
     parameters = records(chunk.named_parameters())
     plan = together(lambda: build_plan(config, cut))
     agree(plan.digest(), "recompute plan")

@@ -6,7 +6,6 @@ right says nothing about what was sent backward.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from megackpt.data.dataset import Batch, collate, training_sample
 from megackpt.optim.finalize import finish
 from megackpt.optim.norm import gradient_statistics
-from megackpt.train.loop import loader, train
+from megackpt.train.loop import loader
 from megackpt.train.step import Stepper
 from tests import reference
 from tests.layouts import (
@@ -32,8 +31,10 @@ from tests.layouts import (
     Trace,
     built,
     distance,
+    logged,
     relative,
     steps,
+    train_all,
     whole_gradients,
     whole_weights,
 )
@@ -66,17 +67,13 @@ def test_micro_batch_size_changes_nothing(tmp_path: Path) -> None:  # LS-04
         found.check(**EXACT)
 
 
-def _logged(rank: int, world_size: int, flags: Flags, layout: Layout) -> None:
-    train(built(flags, layout))
-
-
 def test_logged_loss_does_not_depend_on_the_micro_batch_size(tmp_path: Path) -> None:  # LS-11
     losses = []
     for size in (1, 4):
         path = tmp_path / f"{size}.jsonl"
         flags = GPT | {"micro-batch-size": size, "metrics-file": str(path), "lr": 3e-4}
-        run_distributed(_logged, 2, flags, Layout(dp=2))
-        losses.append([json.loads(line)["lm_loss"] for line in path.read_text().splitlines()])
+        run_distributed(train_all, 2, flags, Layout(dp=2))
+        losses.append([loss for loss, in logged(path, "lm_loss")])
     assert len(losses[0]) == 5
     assert max(map(relative, *losses)) <= 1e-6
 
