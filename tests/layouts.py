@@ -14,15 +14,16 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megackpt.config.run import RunConfig
+from megackpt.data.dataset import SampleDataset
 from megackpt.data.loader import MicroBatchLoader
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, gather_full
-from megackpt.optim.norm import gradient_statistics
 from megackpt.train.build import Trainer, build
 from megackpt.train.loop import loader, train
 from megackpt.train.step import Stepper
@@ -60,6 +61,17 @@ LLAMA: Flags = COMMON | {
     "untie-embeddings-and-output-weights": True,
 }
 FAMILIES: dict[str, Flags] = {"gpt": GPT, "llama": LLAMA}
+SMALLER: Flags = {
+    "num-layers": 2,
+    "hidden-size": 48,
+    "num-attention-heads": 4,
+    "ffn-hidden-size": 168,
+    "seq-length": 20,
+    "global-batch-size": 4,
+}
+SMALL_GPT: Flags = GPT | SMALLER | {"max-position-embeddings": 20}
+SMALL_LLAMA: Flags = LLAMA | SMALLER | {"num-layers": 3, "num-query-groups": 2}
+"""Half of everything, for cases of many steps that compare a run with itself."""
 SHAPES = {
     "gpt": Shape(layers=4, heads=8, groups=8, head_size=12),
     "llama": Shape(layers=5, heads=8, groups=4, head_size=12, rope=True, rms=True, gated=True, tied=False),
@@ -129,7 +141,7 @@ def words(flags: Mapping[str, object]) -> list[str]:
     return line
 
 
-def logged(path: Path, *keys: str) -> list[tuple[object, ...]]:
+def logged(path: Path, *keys: str) -> list[tuple[Any, ...]]:
     """The named values of every iteration in a metrics file."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     return [tuple(line[key] for key in keys) for line in lines if "lm_loss" in line]
@@ -201,10 +213,12 @@ def train_all(rank: int, world_size: int, flags: Mapping[str, object], layout: L
     train(built(flags, layout))
 
 
-def batches_of(trainer: Trainer) -> Iterator[dict[str, Tensor]]:
-    """The global batches of a run as one process reads them."""
+def batches_of(trainer: Trainer, dataset: SampleDataset | None = None) -> Iterator[dict[str, Tensor]]:
+    """The global batches of a run (or of another of its datasets) as one process reads them."""
     config = trainer.config.batch
-    whole_batch = MicroBatchLoader(trainer.datasets.train, config.global_batch_size, config.global_batch_size)
+    whole_batch = MicroBatchLoader(
+        dataset or trainer.datasets.train, config.global_batch_size, config.global_batch_size
+    )
     for batch in whole_batch:
         yield {name: torch.from_numpy(array) for name, array in batch.items()}
 

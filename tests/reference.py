@@ -41,9 +41,10 @@ class Shape:
 def rotate(x: Tensor, base: float) -> Tensor:
     """x [b, s, d]: channel i is paired with i + d/2 and the pair turned by position * base^(-2i/d)."""
     s, d = x.shape[1:]
-    turn = torch.outer(torch.arange(s).double(), base ** (-torch.arange(0, d, 2).double() / d))
-    pairs = torch.complex(x[..., : d // 2].double(), x[..., d // 2 :].double()) * torch.polar(torch.ones_like(turn), turn)
-    return torch.cat((pairs.real, pairs.imag), dim=-1).to(x.dtype)
+    angles = torch.outer(torch.arange(s).double(), base ** (-torch.arange(0, d, 2).double() / d))
+    pairs = torch.complex(x[..., : d // 2].double(), x[..., d // 2 :].double())
+    turned = pairs * torch.polar(torch.ones_like(angles), angles)
+    return torch.cat((turned.real, turned.imag), dim=-1).to(x.dtype)
 
 
 def norm(x: Tensor, w: Weights, name: str, shape: Shape) -> Tensor:

@@ -25,6 +25,15 @@ class GradientSink(ABC):
         """
 
 
+    def row_gradient(self, weight: Parameter, rows: Tensor, grad: Tensor) -> Tensor | None:
+        """Take the gradient of an embedding: each line of `grad` [n, h] belongs to the row of `weight` [V, h] that
+        `rows` [n] names; a row named twice gets the sum. Returns as `weight_gradient` does.
+
+        `index_add_` is an ordered sum on a CPU and, with deterministic algorithms switched on, on a GPU.
+        """
+        return grad.new_zeros(weight.shape).index_add_(0, rows, grad)
+
+
 class AutogradSink(GradientSink):
     """Leaves the gradient to autograd: it ends in `weight.grad`."""
 

@@ -1,6 +1,6 @@
 """Self-attention as a chain of steps.
 
-s sequence, b micro-batch, h hidden, a heads, g key/value heads, d head size, t tensor-parallel size.
+s sequence, b micro-batch, h hidden, a heads, g key/value heads, r = a/g, d head size, t tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Attention(nn.Module):
     def forward(self, step: Scope, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s/t, b, h]
         y = step("attn.norm", self.norm, x)
         y = gather_step(step, "attn.gather", self.tp, y)  # [s, b, h]
-        y = step("attn.qkv", self._project, y)  # [s, b, (a + 2g)/t, d], or packed by group where rope follows
+        y = step("attn.qkv", self._project, y)  # [s, b, g/t, r + 2, d], or unpacked to [s, b, (a + 2g)/t, d]
         if self.rotated:
             y = step("attn.rope", self._rotate, y)  # [s, b, (a + 2g)/t, d]
         y = step("attn.core", self._core, y)  # [s, b, a d / t]
@@ -63,14 +63,14 @@ class Attention(nn.Module):
     def _project(self, x: Tensor) -> Tensor:
         y = self.qkv(x)
         packed = y.view(*y.shape[:2], self.groups, -1, self.config.kv_channels)  # [s, b, g/t, r + 2, d]
-        return packed if self.rotated else unpack(packed, None)
+        return packed if self.rotated or packed.shape[3] == 3 else unpack(packed, None)
 
     def _rotate(self, packed: Tensor) -> Tensor:
         return unpack(packed, self.tables[:, : packed.shape[0]])
 
-    def _core(self, flat: Tensor) -> Tensor:
+    def _core(self, packed: Tensor) -> Tensor:
         p = self.config.attention_dropout if self.training else 0.0
         stream = self.tp.attention_stream if p else None
         if self.config.fused_attention:
-            return fused_core(flat, self.groups, p, stream)
-        return unfused_core(flat, self.groups, self.config.attention_softmax_in_fp32, p, stream)
+            return fused_core(packed, self.groups, p, stream)
+        return unfused_core(packed, self.groups, self.config.attention_softmax_in_fp32, p, stream)

@@ -1,7 +1,8 @@
 """Core attention: causal softmax(q k') v, fused or not.
 
 s sequence, b micro-batch, a heads, g key/value heads, r = a/g, d head size, t tensor-parallel size.  The input is
-queries, keys and values side by side in one storage, ``[s, b, (a + 2g)/t, d]``; the output ``[s, b, a d / t]``.
+queries, keys and values in one storage: side by side, ``[s, b, (a + 2g)/t, d]``, or where each query head has its own
+key and value also packed as the projection made them, ``[s, b, g/t, 3, d]``.  The output is ``[s, b, a d / t]``.
 
 What is saved besides that one storage:
 
@@ -23,19 +24,38 @@ from torch.autograd.function import once_differentiable
 from megackpt.recompute import MaskSource, Stream, keep_scale
 
 
-def _heads(flat: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _views(x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of queries ``[b, a, s, d]``, keys and values ``[b, g, s, d]``."""
-    heads = flat.shape[2] - 2 * groups
-    q, k, v = flat.permute(1, 2, 0, 3).split((heads, groups, groups), dim=1)
+    if x.dim() == 5:
+        q, k, v = x.permute(1, 2, 0, 3, 4).unbind(3)
+    else:
+        q, k, v = x.permute(1, 2, 0, 3).split((x.shape[2] - 2 * groups, groups, groups), dim=1)
     return q, k, v
 
 
-def fused_core(flat: Tensor, groups: int, p: float, stream: Stream | None) -> Tensor:
+class _Split(torch.autograd.Function):
+    """:func:`_views` whose backward writes each gradient once, where the projection wants it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.groups, ctx.shape = groups, x.shape
+        return _views(x, groups)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        out = grads[0].new_empty(ctx.shape)
+        for part, grad in zip(_views(out, ctx.groups), grads, strict=True):
+            part.copy_(grad)
+        return out, None
+
+
+def fused_core(packed: Tensor, groups: int, p: float, stream: Stream | None) -> Tensor:
     """One kernel; the ``[s, b, a d / t]`` result is a view of the kernel's own output where its layout allows.
 
     The kernel draws dropout from torch's default generator, which the stream stands in for during the call.
     """
-    q, k, v = _heads(flat, groups)
+    q, k, v = _Split.apply(packed, groups)
     grouped = q.shape[1] != groups
     if p == 0.0:
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
@@ -50,36 +70,38 @@ class _UnfusedCore(torch.autograd.Function):
     """Saves its input storage, the softmax in the input's type and, with dropout, its dropped-out copy and mask."""
 
     @staticmethod
-    def forward(ctx: Any, flat: Tensor, groups: int, softmax_in_fp32: bool, source: MaskSource | None) -> Tensor:
-        q, k, v = _grouped(flat, groups)  # [b, g, r s, d], [b, g, s, d] twice
-        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(1.0 / math.sqrt(flat.shape[-1]))
-        s = flat.shape[0]
+    def forward(ctx: Any, packed: Tensor, groups: int, softmax_in_fp32: bool, source: MaskSource | None) -> Tensor:
+        q, k, v = _grouped(packed, groups)  # [b, g, r s, d], [b, g, s, d] twice
+        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(1.0 / math.sqrt(packed.shape[-1]))
+        s = packed.shape[0]
         scores = scores.view(*scores.shape[:2], -1, s, s)
         if softmax_in_fp32 and scores.dtype not in (torch.float32, torch.float64):
             scores = scores.float()
-        hidden = torch.ones(s, s, dtype=torch.bool, device=flat.device).triu_(1)
-        weights = torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1).to(flat.dtype)
-        dropped, mask = weights, None
-        if source is not None:
+        hidden = torch.ones(s, s, dtype=torch.bool, device=packed.device).triu_(1)
+        weights = torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1).to(packed.dtype)
+        ctx.groups, ctx.source = groups, source
+        dropped = weights
+        if source is None:
+            ctx.save_for_backward(packed, weights)
+        else:
             mask = source.first().view(weights.shape)
             dropped = (weights * mask).mul_(keep_scale(source.p))
-        ctx.groups, ctx.source = groups, source
-        ctx.save_for_backward(flat, weights, *(() if source is None else (dropped, *((mask,) if source.keep else ()))))
+            ctx.save_for_backward(packed, weights, dropped, *((mask,) if source.keep else ()))
         out = torch.matmul(dropped.flatten(2, 3), v)  # [b, g, r s, d]
         return _merged(out, s)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        flat, weights, *rest = ctx.saved_tensors
+        packed, weights, *rest = ctx.saved_tensors
         source: MaskSource | None = ctx.source
-        groups, (s, _, width, d) = ctx.groups, flat.shape
-        heads = width - 2 * groups
-        q, k, v = _grouped(flat, groups)
+        groups, s, d = ctx.groups, packed.shape[0], packed.shape[-1]
+        q, k, v = _grouped(packed, groups)
+        heads = groups * q.shape[2] // s
         dropped = rest[0] if source is not None else weights
         grad_out = grad.view(s, -1, heads, d).permute(1, 2, 0, 3).reshape(-1, groups, heads // groups * s, d)
-        grad_flat = torch.empty_like(flat)
-        grad_q, grad_k, grad_v = _heads(grad_flat, groups)
+        grad_packed = torch.empty_like(packed)
+        grad_q, grad_k, grad_v = _views(grad_packed, groups)
         grad_v.copy_(torch.matmul(dropped.flatten(2, 3).transpose(-1, -2), grad_out))
         grad_weights = torch.matmul(grad_out, v.transpose(-1, -2)).view(weights.shape)
         if source is not None:
@@ -89,12 +111,12 @@ class _UnfusedCore(torch.autograd.Function):
         grad_scores = grad_scores.mul_(1.0 / math.sqrt(d)).flatten(2, 3)
         grad_q.copy_(torch.matmul(grad_scores, k).view(-1, heads, s, d))
         grad_k.copy_(torch.matmul(grad_scores.transpose(-1, -2), q))
-        return grad_flat, None, None, None
+        return grad_packed, None, None, None
 
 
-def _grouped(flat: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
+def _grouped(packed: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of one group stacked along the sequence, ``[b, g, r s, d]``: one product serves a whole group."""
-    q, k, v = _heads(flat, groups)
+    q, k, v = _views(packed, groups)
     b, heads, s, d = q.shape
     return q.reshape(b, groups, heads // groups * s, d), k, v
 
@@ -104,11 +126,11 @@ def _merged(out: Tensor, s: int) -> Tensor:  # [b, g, r s, d] -> [s, b, a d]
     return out.view(b, -1, s, d).permute(2, 0, 1, 3).flatten(2)
 
 
-def unfused_core(flat: Tensor, groups: int, softmax_in_fp32: bool, p: float, stream: Stream | None) -> Tensor:
+def unfused_core(packed: Tensor, groups: int, softmax_in_fp32: bool, p: float, stream: Stream | None) -> Tensor:
     """Plain products with a softmax of our own that stores what the fused kernel would not."""
     source = None
     if p > 0.0:
         assert stream is not None
-        s, b, width, _ = flat.shape
-        source = MaskSource(torch.Size((b, width - 2 * groups, s, s)), p, stream)
-    return _UnfusedCore.apply(flat, groups, softmax_in_fp32, source)
+        b, heads, s, _ = _views(packed, groups)[0].shape
+        source = MaskSource(torch.Size((b, heads, s, s)), p, stream)
+    return _UnfusedCore.apply(packed, groups, softmax_in_fp32, source)

@@ -78,8 +78,8 @@ def compile_steps(chunk: GPTChunk) -> None:
     norms = [module for module in chunk.modules() if isinstance(module, (LayerNorm, RMSNorm))]
     for norm in norms:
         norm.compile(dynamic=False)
-    for block in chunk.layers.values():
-        block.mlp.activation = torch.compile(block.mlp.activation, dynamic=False)  # type: ignore[union-attr]
+    for mlp in (module for module in chunk.modules() if isinstance(module, MLP)):
+        mlp.activation = torch.compile(mlp.activation, dynamic=False)
 
 
 def build_chunk(

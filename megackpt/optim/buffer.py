@@ -11,8 +11,8 @@ collectives, and a bf16 sum would lose small terms.  So there is one fp32 buffer
 and every parameter has a view into it.  Two ways lead into the buffer:
 
 * **sink**: a linear of ours hands over the factors of its weight gradient and the buffer adds the product in
-  one kernel (`addmm_` with beta = 1): no gradient tensor ever exists, neither as memory nor as a second pass
-  over it;
+  one kernel (`addmm_` with beta = 1), an embedding of ours the rows it looked up: no gradient tensor ever exists,
+  neither as memory nor as a second pass over it;
 * **hook**: for all other parameters autograd builds `.grad`; a post-accumulate hook adds it and drops it,
   once per backward, so that at most one micro-batch's gradient of one parameter is alive beside the buffer.
 
@@ -122,6 +122,17 @@ class GradientBuffer(GradientSink):
             main.addmm_(grad_output.t(), input)
         else:
             main.add_(grad_output.t() @ input)
+        return None
+
+    def row_gradient(self, weight: Parameter, rows: Tensor, grad: Tensor) -> Tensor | None:
+        """Add each line of `grad` [n, h] to the row of the gradient of `weight` [V, h] that `rows` [n] names.
+
+        Returns as `weight_gradient` does.
+        """
+        main = self._matrices.get(id(weight))
+        if main is None:
+            return super().row_gradient(weight, rows, grad)
+        main.index_add_(0, rows, grad.to(main.dtype))
         return None
 
     def zero_(self) -> None:

@@ -107,9 +107,16 @@ def _product(
 
 def _qkv(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     row = _product(layout, x, x.hidden, x.packed, column=True)
-    if model.positions != "rope":  # the same step lays queries, keys and values side by side
+    if not model.rotated and model.kv_heads != model.heads:  # lays queries, keys and values side by side as well
         row["workspace_bytes"] = row["output_bytes"]
     return row
+
+
+def _folds(model: ModelNumbers, layout: Layout) -> bool:
+    """Whether a batched product over micro-batch and heads needs no copies: heads lie one behind the other, packed
+    as the projection made them, or there is only one of either."""
+    packed = model.kv_heads == model.heads and not model.rotated
+    return packed or layout.micro_batch == 1 or model.kv_heads == layout.t
 
 
 def _rope(model: ModelNumbers, x: Widths) -> Row:
@@ -132,7 +139,7 @@ def _residual(model: ModelNumbers, x: Widths) -> Row:
         "output_bytes": count * w,
         "mask_bytes": count if dropout else 0,
         "workspace_bytes": count * w * (model.biases + dropout),
-        "backward_workspace_bytes": max(count * w + count, 3 * count) if dropout else 0,
+        "backward_workspace_bytes": count * w if dropout else 0,
         "passes_gradient": not dropout,
         "bytes_moved": (3 + 2 * model.biases + 2 * dropout) * count * w,
     }
@@ -175,42 +182,52 @@ def _fused(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
 def _math(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     """Plain products in the wide type; saves scaled queries and keys, values, softmax, noise, dropped softmax."""
     scores, out = x.scores * x.wide, x.rows * x.queries * x.wide
-    whole = layout.micro_batch == 1 and x.act == x.wide and model.kv_heads == model.heads  # values need no copy
+    # values that fold and are not converted are saved as they are
+    whole = _folds(model, layout) and x.act == x.wide and model.kv_heads == model.heads
+    result, inside, returned = x.rows * x.queries * x.act, 0, 0
+    if x.act != x.wide:  # converted queries, keys, values; the narrow softmax that nobody reads; the mask as numbers
+        shared = x.rows * (x.packed - x.queries) * x.wide if model.kv_heads != model.heads else 0
+        inside = 2 * out + shared + x.scores * x.act + x.wide * (model.seq // layout.c) ** 2
+        returned = out - result
     return {
-        "output_bytes": x.rows * x.queries * x.act,
+        "output_bytes": result,
         "internal_bytes": 3 * scores + (2 if whole else 3) * out,
         "saves_input": whole,
-        "workspace_bytes": scores + out,
-        "backward_workspace_bytes": 2 * scores + 2 * out,
+        "workspace_bytes": out + inside,
+        "backward_workspace_bytes": scores + out + returned,
         "bytes_moved": 6 * scores,
     }
 
 
 def _unfused(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
-    """See model/core.py.  The scores in the wide type live as long as the forward's function runs."""
-    count, w = x.scores, x.act
-    out, flat = x.rows * x.queries * w, x.rows * x.packed * w
-    keys = (flat - out) // 2
+    """See model/core.py.  The scores in the softmax's type live as long as the forward's function runs."""
+    count, w, length = x.scores, x.act, model.seq // layout.c
+    out, weights = x.rows * x.queries * w, x.scores * w
+    keys = (x.rows * x.packed * w - out) // 2
     grouped = out if model.kv_heads != model.heads else 0  # queries of a group stacked: a copy
-    masked = (model.seq // layout.c) * model.seq
-    dropout = model.attention_dropout > 0
+    folds = _folds(model, layout)
+    copied_keys, copied_queries = (0 if folds else keys), (0 if folds or grouped else out)
     narrowed = model.softmax_fp32 and w != x.wide
-    kept_scores = count * (x.wide if narrowed else w)
-    weights = count * w
-    # scores, their softmax and its narrowed copy at once; or scores, weights, dropped and the mask's random words
-    at_softmax = kept_scores + masked + (count * x.wide + weights if narrowed else weights)
-    at_end = kept_scores + masked + weights + (weights + count if dropout else 0) + 2 * out + keys
-    saved = weights * (2 if dropout else 1)
-    row: Row = {
+    scores, hidden = count * (x.wide if narrowed else w), length * length
+    drops = model.attention_dropout > 0
+    mask, dropped = (count, weights) if drops else (0, 0)
+    forward = (
+        copied_queries + copied_keys + weights,
+        weights + scores if narrowed else 0,
+        2 * scores + hidden + (weights if narrowed else 0),
+        scores + hidden + weights + (3 * mask if drops else 0),
+        scores + hidden + weights + mask + dropped + max(copied_keys + out, 2 * out),
+    )
+    products = max(copied_keys + out, copied_queries + keys)
+    backward = max(keys, copied_keys + weights, 2 * weights + products)
+    return {
         "output_bytes": out,
-        "internal_bytes": saved,
-        "mask_bytes": count if dropout else 0,
-        "workspace_bytes": grouped + max(at_softmax, at_end) - out - saved - (count if dropout else 0),
+        "internal_bytes": weights + dropped,
+        "mask_bytes": mask,
+        "workspace_bytes": grouped + max(forward) - out - weights - dropped - mask,
+        "backward_workspace_bytes": 2 * grouped + x.rows * x.packed * w + backward,
         "bytes_moved": count * (4 * w + 2 * x.wide),
     }
-    # gradients of the output (by group), the input, the weights and then the scores
-    row["backward_workspace_bytes"] = grouped * 2 + flat + 2 * weights + max(keys, 0) + (count if dropout else 0)
-    return row
 
 
 # -- layer classes -----------------------------------------------------------------------------------------------
@@ -239,7 +256,7 @@ def _block(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]:
 
 def _embedding(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]:
     count, w = x.shard * x.hidden, x.act
-    whole, table = x.rows * x.hidden * w, x.vocab * x.hidden * w
+    whole = x.rows * x.hidden * w
     learned = model.positions == "learned_absolute"
     position_table = model.max_positions * x.hidden * w if learned else 0
     reduced = {1: None}.get(layout.t, "reduce_scatter" if layout.sequence_parallel else "all_reduce")
@@ -247,13 +264,14 @@ def _embedding(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]
     summed = count * w if layout.t > 1 and learned else 0
     masked = whole if layout.t > 1 else 0
     gathered = whole if layout.sequence_parallel else 0
+    widened = x.rows * x.hidden * x.wide if x.act != x.wide else 0  # for the buffer of main gradients
     return {
         "embed.lookup": {
             "output_bytes": count * w,
             "held_bytes": 8 * x.rows,
             "saves_input": False,
             "workspace_bytes": partial + summed,
-            "backward_workspace_bytes": max(gathered + masked + table, 2 * position_table),
+            "backward_workspace_bytes": max(gathered + masked + widened, 2 * position_table),
             "collective": reduced,
             "backward_collective": "all_gather" if reduced == "reduce_scatter" else None,
             "collective_bytes": whole if reduced else 0,
@@ -262,28 +280,57 @@ def _embedding(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]
         "embed.dropout": {
             "output_bytes": count * w,
             "mask_bytes": count,
-            "backward_workspace_bytes": max(count * w + count, 3 * count),
+            "backward_workspace_bytes": count * w,
             "bytes_moved": 2 * count * w,
         },
     }
 
 
 def _head(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]:
-    losses = x.rows * x.wide
-    probabilities = x.rows * x.vocab * x.wide
-    logits = x.rows * x.vocab * x.act
     return {
         "head.norm": _norm(model, layout, x),
         "head.gather": _gather(x),
         "head.logits": _product(layout, x, x.hidden, x.vocab, column=True),
-        "head.loss": {
-            "output_bytes": losses,
-            "internal_bytes": probabilities,
-            "held_bytes": 8 * x.rows,
-            "collective": "all_reduce" if layout.t > 1 else None,
-            "collective_bytes": 2 * losses if layout.t > 1 else 0,
-            "workspace_bytes": 4 * losses + 8 * x.rows + 2 * x.rows,
-            "backward_workspace_bytes": logits + 3 * losses + 8 * x.rows,
-            "bytes_moved": 3 * probabilities + 2 * logits,
-        },
+        "head.loss": _loss(model, layout, x, x.rows),
+        "head.chunk": _chunk(model, layout, x),
+    }
+
+
+def _loss(model: ModelNumbers, layout: Layout, x: Widths, rows: int) -> Row:
+    """Cross entropy over the columns of the rank that has most to do."""
+    losses, probabilities, logits = rows * x.wide, rows * x.vocab * x.wide, rows * x.vocab * x.act
+    valid = min(x.vocab, model.vocab)
+    padded = model.vocab < model.padded_vocab
+    converted = layout.device == "cpu" and x.act != x.wide
+    second = rows * valid * x.wide if padded or converted else 0  # a softmax before it is padded, or its operand
+    gathered = x.rows * x.hidden * x.act if layout.sequence_parallel else 0  # the model holds it while the loss runs
+    return {
+        "output_bytes": losses,
+        "internal_bytes": probabilities,
+        "held_bytes": 8 * rows,
+        "collective": "all_reduce" if layout.t > 1 else None,
+        "collective_bytes": 2 * losses if layout.t > 1 else 0,
+        "workspace_bytes": second + gathered + 4 * losses,
+        "backward_workspace_bytes": logits + 3 * losses + 8 * rows,
+        "bytes_moved": 3 * probabilities + 2 * logits,
+    }
+
+
+def _chunk(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
+    """Logits and loss of a part of the sequence at a time, always replayed: its internals are those of one part."""
+    if not model.loss_chunk:
+        return {}
+    rows = min(model.loss_chunk, model.seq // layout.c) * layout.micro_batch
+    product, loss = _product(layout, x, x.hidden, x.vocab, column=True), _loss(model, layout, x, rows)
+    logits, hidden = rows * x.vocab * x.act, x.rows * x.hidden * x.act
+    weight_gradient = x.hidden * x.vocab * x.act if x.act != x.wide else 0
+    return product | {
+        "output_bytes": x.rows * x.wide,
+        "internal_bytes": loss["internal_bytes"],
+        "held_bytes": 8 * x.rows,
+        "workspace_bytes": logits + loss["workspace_bytes"] - (hidden if layout.sequence_parallel else 0),
+        "backward_workspace_bytes": hidden + max(logits + weight_gradient, hidden),
+        "collective": loss["collective"],
+        "collective_bytes": 2 * x.rows * x.wide if layout.t > 1 else 0,
+        "bytes_moved": product["bytes_moved"] + x.rows * x.vocab * (3 * x.wide + 2 * x.act),
     }

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megackpt.plan.decision import KEEP, REPLAY, SHARD, TIERS, ChunkPlan, SaveSet
-from megackpt.plan.profile import LayerProfile, Profile, StepCost
+from megackpt.plan.decision import KEEP, REPLAY, SHARD, TIERS, SaveSet
+from megackpt.plan.profile import LayerProfile, StepCost
 
 INPUT = "input"
 
@@ -131,23 +131,3 @@ def replay(layer: LayerProfile, save_set: SaveSet) -> Replay:
         sum(step.bytes_moved for step in steps),
         tuple((step.collective, step.collective_bytes) for step in steps if step.collective),
     )
-
-
-def chunk_kept_bytes(profile: Profile, plan: ChunkPlan, layers: range, *, first: bool, last: bool, t: int = 1) -> int:
-    """Bytes kept of one forward of a chunk that holds the global ``layers``, ends included."""
-    total = kept_bytes(profile.embedding, plan.save_set("embedding")) if first else 0
-    group_end, choice = -1, KEEP
-    for layer in layers:
-        group = next((g for g in plan.groups if g.first == layer), None)
-        if group is not None:
-            group_end = group.last
-            total += profile.block.input_bytes
-        if layer <= group_end:
-            choice = KEEP
-            continue
-        save_set = plan.save_set(f"layers.{layer}")
-        total += kept_bytes(profile.block, save_set, input_choice=choice, t=t)
-        choice = save_set["mlp.residual"].output
-    if last:
-        total += kept_bytes(profile.head, plan.save_set("head"), input_choice=choice, t=t)
-    return total

@@ -43,6 +43,7 @@ class ModelNumbers:
     attention_dropout: float = 0.0
     fused_attention: bool = True
     softmax_fp32: bool = True
+    loss_chunk: int = 0  # positions whose logits exist at a time; 0: all
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "seq"):

@@ -13,7 +13,7 @@ from typing import Any
 from megackpt.plan import costs
 from megackpt.plan.demand import present_steps
 from megackpt.plan.numbers import Layout, ModelNumbers, Widths
-from megackpt.plan.steps import BLOCK, EMBED, HEAD, Step
+from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK, Step
 
 KINDS = ("embedding", "block", "head")
 
@@ -24,7 +24,7 @@ class StepCost:
 
     What is alive while the forward runs, beside what was alive before: at most output + internals + masks +
     ``workspace_bytes``; while its backward runs, beside the output's gradient and what was saved: at most
-    ``backward_workspace_bytes``, the gradient it returns included.
+    ``backward_workspace_bytes``, the gradient it returns included, and the mask where it is drawn again.
     """
 
     name: str
@@ -131,7 +131,7 @@ def profile(model: ModelNumbers, layout: Layout) -> Profile:
     """Closed forms for GPT and Llama shapes.  Raises ValueError when something does not divide over the ranks."""
     widths = Widths.of(model, layout)
     absent = absent_steps(model, layout)
-    tables = {"embedding": EMBED, "block": BLOCK, "head": HEAD}
+    tables = {"embedding": EMBED, "block": BLOCK, "head": (*HEAD[:-2], HEAD_CHUNK) if model.loss_chunk else HEAD}
     ids = 8 * widths.rows
     inputs = {"embedding": ids, "block": widths.shard * widths.hidden * widths.act}
     inputs["head"] = inputs["block"]

@@ -4,9 +4,9 @@ An action is one entry of a stage's list: ``F3.1`` is the forward of micro-batch
 backward, ``W3.1`` the weight half of a backward that was split in two (then ``B`` is the input half only).
 The lists say *what* and *in which order*; messages follow from them (`source`), time does not appear.
 
-All generators have one signature, ``(stages, stage, micro_batches) -> list[Action]``, and run the
-micro-batches of every kind in ascending order, so that gradients are summed in one order whatever the
-schedule.
+All generators have one signature, ``(stages, stage, micro_batches) -> list[Action]`` (`interleaved` also takes
+the number of chunks), and run the micro-batches of every kind and chunk in ascending order, so that gradients
+are summed in one order whatever the schedule.  `schedule_lists` makes the lists of all stages by name.
 
 Letters in the tables: p stages, n micro-batches; one column is one unit of time, a forward and a backward
 each take one.
@@ -98,6 +98,81 @@ def one_f_one_b(stages: int, stage: int, micro_batches: int) -> list[Action]:
     return actions + [Action("B", m) for m in range(micro_batches - warm_up, micro_batches)]
 
 
+def interleaved(stages: int, stage: int, micro_batches: int, chunks: int = 1) -> list[Action]:
+    """Interleaved 1F1B: v chunks per stage shrink the bubble to (p-1)/(n v) for more activations in flight.
+
+    p = 2, n = 4, v = 2 (chunk behind the point)::
+
+        stage 0 | F0.0 F1.0 F0.1 F1.1 F2.0 B0.1 F3.0 B1.1 F2.1 B0.0 F3.1 B1.0    . B2.1    . B3.1 B2.0 B3.0
+        stage 1 |    . F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 F3.0 B1.0 F2.1 B2.1 F3.1 B3.1 B2.0 B3.0
+
+    Micro-batches go round the chunks in groups of p; stage r warms up 2(p-r-1) + (v-1)p forwards and holds one
+    (micro-batch, chunk) pair more, at most n v. When p does not divide n the lists are those of the next multiple
+    of p without the micro-batches that do not exist: that cannot deadlock where the full lists do not, and holds
+    at most as much. (Alternating strictly with a last group of n mod p deadlocks, for instance p=4, v=3, n=5.)
+    Source: Narayanan et al. 2021, "Efficient Large-Scale Language Model Training", fig. 4 below.
+    """
+    _check(stages, stage, micro_batches)
+    if chunks < 1:
+        raise ValueError(f"a stage needs at least 1 chunk, got {chunks}")
+    if chunks == 1:
+        return one_f_one_b(stages, stage, micro_batches)
+    padded = -(-micro_batches // stages) * stages
+    groups = [range(first, first + stages) for first in range(0, padded, stages)]
+    order = [(m, c) for group in groups for c in range(chunks) for m in group]
+    forwards = [Action("F", m, c) for m, c in order]
+    backwards = [Action("B", m, chunks - 1 - c) for m, c in order]
+    warm_up = min(2 * (stages - stage - 1) + (chunks - 1) * stages, len(order))
+    actions = forwards[:warm_up]
+    for forward, backward in zip(forwards[warm_up:], backwards, strict=False):
+        actions += [forward, backward]
+    actions += backwards[len(order) - warm_up :]
+    return [action for action in actions if action.micro_batch < micro_batches]
+
+
+def zero_bubble(stages: int, stage: int, micro_batches: int) -> list[Action]:
+    """ZB-H1: 1F1B whose backward is split; stage i puts its weight gradients off by i micro-batches, so that they
+    fill the bubble at the end.
+
+    p = 3, n = 4::
+
+        stage 0 | F0 F1 F2  .  . B0 W0 F3 B1 W1 B2 W2 B3 W3
+        stage 1 |  . F0 F1  . B0 F2 B1 W0 F3 B2 W1 B3 W2 W3
+        stage 2 |  .  . F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
+
+    Every stage holds at most min(p, n) micro-batches, what 1F1B holds on its first one. With F = B = W the bubble
+    is a third of 1F1B's, (p-1)(F + B - W). Source: Qi et al. 2023, "Zero Bubble Pipeline Parallelism", 2.2.
+    """
+    _check(stages, stage, micro_batches)
+    warm_up = min(stages - 1 - stage, micro_batches)
+    actions = [Action("F", m) for m in range(warm_up)]
+    for m in range(micro_batches):
+        if warm_up + m < micro_batches:
+            actions.append(Action("F", warm_up + m))
+        actions.append(Action("B", m))
+        if m >= stage:
+            actions.append(Action("W", m - stage))
+    return actions + [Action("W", m) for m in range(max(0, micro_batches - stage), micro_batches)]
+
+
+SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1")
+
+
+def schedule_lists(name: str, stages: int, micro_batches: int, chunks: int = 1) -> list[list[Action]]:
+    """The lists of all stages. ``1f1b`` with more than one chunk is interleaved.
+
+    Raises ValueError on a name that is none of `SCHEDULES`, and on chunks that the schedule does not have.
+    """
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule {name!r} is none of {', '.join(SCHEDULES)}")
+    if name in ("1f1b", "interleaved"):
+        return [interleaved(stages, stage, micro_batches, chunks) for stage in range(stages)]
+    if chunks != 1:
+        raise ValueError(f"schedule {name} has one chunk per stage, got {chunks}; only interleaved 1f1b has more")
+    make = gpipe if name == "gpipe" else zero_bubble
+    return [make(stages, stage, micro_batches) for stage in range(stages)]
+
+
 def forward_part(actions: list[Action]) -> list[Action]:
     """The forwards of a list, in its order: what evaluation runs."""
     return [action for action in actions if action.kind == "F"]
@@ -107,6 +182,21 @@ def in_flight(stages: int, stage: int, micro_batches: int) -> int:
     """Most micro-batches whose activations a stage holds at once under 1F1B: min(p - i, n)."""
     _check(stages, stage, micro_batches)
     return min(stages - stage, micro_batches)
+
+
+def most_in_flight(name: str, stages: int, stage: int, micro_batches: int, chunks: int = 1) -> int:
+    """Most (micro-batch, chunk) pairs a stage holds at once, for the schedule of that name.
+
+    Exact, but for interleaved lists with n no multiple of p, which hold at most this.
+    """
+    _check(stages, stage, micro_batches)
+    if name == "gpipe":
+        return micro_batches
+    if name == "zb-h1":
+        return min(stages, micro_batches)
+    if chunks == 1:
+        return in_flight(stages, stage, micro_batches)
+    return min(2 * (stages - stage - 1) + (chunks - 1) * stages + 1, micro_batches * chunks)
 
 
 def source(action: Action, stage: int, stages: int, chunks: int = 1) -> tuple[int, Action] | None:

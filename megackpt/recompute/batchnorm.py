@@ -53,16 +53,31 @@ def modules_called(fn: Any, depth: int = _DEPTH) -> Iterator[Module]:
 
 def training_norms(fn: Callable[..., Any]) -> list[_NormBase]:
     """Normalisation modules among those ``fn`` calls that would update statistics now."""
-    if type(fn) is FunctionType and fn.__closure__ is None:
+    kind = type(fn)
+    if kind is FunctionType and fn.__closure__ is None:
         return []
-    found: dict[int, _NormBase] = {}
-    work = list(modules_called(fn))
-    while work:
-        module = work.pop()
-        if isinstance(module, _NormBase) and module.training and module.track_running_stats:
-            found[id(module)] = module
-        work += [child for child in module._modules.values() if child is not None]
-    return list(found.values())
+    owner: Any = getattr(fn, "__self__", None) if kind is MethodType else fn
+    found: list[_NormBase] = []
+    for module in (owner,) if isinstance(owner, Module) else modules_called(fn):
+        _collect(module, found)
+    return found
+
+
+def _collect(module: Module, found: list[_NormBase]) -> None:
+    """A plain walk: it stands in every replay of a step that has modules, and ``modules()`` costs ten times as much."""
+    if isinstance(module, _NormBase):
+        if module.training and module.track_running_stats and module not in found:
+            found.append(module)
+    elif module._modules:
+        for child in module._modules.values():
+            if child is not None:
+                _collect(child, found)
+
+
+def statistics_of(norms: list[_NormBase]) -> list[Tensor]:
+    """The buffers that a forward in training mode writes."""
+    tensors = [getattr(norm, name, None) for norm in norms for name in _STATISTICS]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 class Statistics:
@@ -71,12 +86,7 @@ class Statistics:
     __slots__ = ("_saved",)
 
     def __init__(self, norms: list[_NormBase]) -> None:
-        self._saved: list[tuple[Tensor, Tensor]] = []
-        for norm in norms:
-            for name in _STATISTICS:
-                tensor = getattr(norm, name, None)
-                if tensor is not None:
-                    self._saved.append((tensor.data, tensor.data.clone()))
+        self._saved = [(tensor.data, tensor.data.clone()) for tensor in statistics_of(norms)]
 
     def restore(self) -> None:
         """Put them back.  Through ``.data``: they are state, not values of the graph, and keep their version."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megackpt.recompute import nested
-from megackpt.recompute.handle import Box, Cell, Kept, live_tag, version_of
+from megackpt.recompute.handle import Box, Cell, Kept, is_itself_parameter, live_tag, version_of
 from megackpt.recompute.producer import Producer
 
 Hooks = tuple[Any, Any]
@@ -56,7 +56,7 @@ class Input:
 class StepCall:
     """One call of one step in one forward."""
 
-    __slots__ = ("where", "fn", "args", "spec", "rng", "autocast", "masks", "inner")
+    __slots__ = ("where", "fn", "args", "spec", "rng", "autocast", "masks", "inner", "repeated")
 
     def __init__(self, where: str, fn: Callable[..., Any], masks: str, inner: int) -> None:
         self.where = where
@@ -64,6 +64,7 @@ class StepCall:
         self.masks = masks
         self.inner = inner  # how steps inside this one behave in its replay, see context.py
         self.args: list[Any] = []
+        self.repeated = False
         self.spec: nested.Spec | None = None
         self.rng: tuple[object, ...] | None = None  # state before the step, only if the step drew
         self.autocast = autocast_state()
@@ -72,6 +73,12 @@ class StepCall:
         """Remember the arguments, as :func:`flatten` gives them."""
         self.spec = spec
         self.args = [Input(a, self.where, outer) if _is_activation(a) else a for a in leaves]
+        if len(leaves) > 1:
+            first: dict[int, int] = {}
+            for place, leaf in enumerate(leaves):
+                if type(self.args[place]) is Input and first.setdefault(id(leaf), place) != place:
+                    self.args[place] = self.args[first[id(leaf)]]
+                    self.repeated = True
 
     def inputs(self) -> Iterator[Input]:
         return (a for a in self.args if type(a) is Input)
@@ -79,6 +86,9 @@ class StepCall:
     def arguments(self) -> tuple[Any, Any]:
         """Arguments for a replay; every input must be there."""
         args = [a.give() if type(a) is Input else a for a in self.args]
+        if self.repeated:  # one tensor given twice stays one: code asks whether ``query is key``
+            first: dict[int, Any] = {}
+            args = [first.setdefault(id(a), value) for a, value in zip(self.args, args, strict=True)]
         if self.spec is None:
             return args, {}
         return nested.unflatten(args, self.spec)
@@ -109,7 +119,7 @@ def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[
 
 
 def _is_activation(value: Any) -> bool:
-    return isinstance(value, Tensor) and not isinstance(value, torch.nn.Parameter)
+    return isinstance(value, Tensor) and not is_itself_parameter(value)
 
 
 def tensors_of(result: Any) -> list[Tensor]:
@@ -123,13 +133,22 @@ def tensors_of(result: Any) -> list[Tensor]:
 
 def autocast_state() -> list[tuple[str, torch.dtype]]:
     """Devices on which autocast is on now, with its type."""
+    if not torch._C._is_any_autocast_enabled():
+        return []
     return [(d, torch.get_autocast_dtype(d)) for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)]
 
 
-@contextmanager
-def autocast_as(wanted: list[tuple[str, torch.dtype]]) -> Iterator[None]:
+def autocast_as(wanted: list[tuple[str, torch.dtype]]) -> AbstractContextManager[None]:
     """The forward's autocast state, weight cache off; nothing at all when autocast is off then and now."""
     now = autocast_state()
+    return _autocast(now, wanted) if now or wanted else _NOTHING
+
+
+_NOTHING = nullcontext()
+
+
+@contextmanager
+def _autocast(now: list[tuple[str, torch.dtype]], wanted: list[tuple[str, torch.dtype]]) -> Iterator[None]:
     contexts = []
     for device in dict.fromkeys(d for d, _ in (*now, *wanted)):
         dtype = dict(wanted).get(device)

@@ -31,6 +31,7 @@ T = TypeVar("T")
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _REGION = Decision(output=KEEP, internals=REPLAY, masks=REPLAY)
+_KEEPING = ChunkPlan()  # for the steps that stand beside the region
 _NO_RANDOMNESS = RngLedger(defaults=False)  # it has no stream, so it has no state
 
 
@@ -83,21 +84,17 @@ def checkpoint(
         )  # fmt: skip
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    region = Region(function, context_fn(), determinism_check, debug, early_stop)
+    where = f"checkpoint({getattr(function, '__qualname__', type(function).__qualname__)})"
+    device, region = _device_context(), None
+    if not early_stop or debug or device or context_fn is not noop_context_fn or determinism_check != "default":
+        region = Region(where, context_fn(), determinism_check, debug, early_stop, device)
     if state.inner != LIVE:  # inside a step that is dropped as a whole: its replay decides
-        return region.forward(function, args, kwargs)
-    return _run(region, preserve_rng_state, function, args, kwargs)
-
-
-def _run(
-    region: Region, preserve_rng_state: bool, function: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> T:
+        return function(*args, **kwargs) if region is None else region.forward(function, args, kwargs)
     tape = state.tape
     if tape is not None and preserve_rng_state:
-        return run_step(tape, region.where, _REGION, function, args, kwargs, watch=region)  # type: ignore[no-any-return]
-    ledger = RngLedger() if preserve_rng_state else _NO_RANDOMNESS
-    with Tape(ChunkPlan(), ledger) as own:
-        return run_step(own, region.where, _REGION, function, args, kwargs, watch=region)  # type: ignore[no-any-return]
+        return run_step(tape, where, _REGION, function, args, kwargs, watch=region)  # type: ignore[no-any-return]
+    with Tape(_KEEPING, RngLedger() if preserve_rng_state else _NO_RANDOMNESS) as own:
+        return run_step(own, where, _REGION, function, args, kwargs, watch=region)  # type: ignore[no-any-return]
 
 
 class Region(Watch):
@@ -107,18 +104,19 @@ class Region(Watch):
 
     def __init__(
         self,
-        function: Callable[..., Any],
+        where: str,
         contexts: Contexts,
         check: str | Callable[[Tensor], Any],
         debug: bool,
         early_stop: bool,
+        device: torch.device | None,
     ) -> None:
-        self.where = f"checkpoint({getattr(function, '__qualname__', type(function).__qualname__)})"
+        self.where = where
         self.early_stop = early_stop
         self._contexts = contexts
         self._check = check
         self._debug = debug
-        self._device = _device_context()
+        self._device = device
         self._meta: dict[int, Any] = {}
         self._forward: list[str] = []
         self._replay: list[str] = []
@@ -134,7 +132,8 @@ class Region(Watch):
 
     def replay(self, fn: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._replay.clear()
-        with self._names(self._replay), self._device, self._contexts[1]:
+        device = nullcontext() if self._device is None else self._device
+        with self._names(self._replay), device, self._contexts[1]:
             return fn(*args, **kwargs)
 
     def rebuilt(self, what: str, number: int, tensor: Tensor, now: Meta, then: Meta) -> bool:
@@ -162,8 +161,7 @@ class Region(Watch):
         return Names(lines) if self._debug else nullcontext()
 
 
-def _device_context() -> AbstractContextManager[Any]:
+def _device_context() -> torch.device | None:
     """The ``with torch.device(...)`` that is open now: backward runs outside it."""
     modes = _get_current_function_mode_stack()
-    device = next((mode.device for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)
-    return nullcontext() if device is None else torch.device(device)
+    return next((torch.device(mode.device) for mode in reversed(modes) if isinstance(mode, DeviceContext)), None)

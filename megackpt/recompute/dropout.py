@@ -41,6 +41,8 @@ class MaskSource:
     __slots__ = ("shape", "p", "stream", "position", "keep")
 
     def __init__(self, shape: torch.Size, p: float, stream: Stream) -> None:
+        if not 0.0 <= p < 1.0 - 0.5 / _LEVELS:
+            raise ValueError(f"dropout of {p}: a probability from 0 to below 1 (in steps of 1/{_LEVELS})")
         self.shape, self.p, self.stream = shape, p, stream
         self.position = stream.position
         self.keep = masks_kept()

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 if TYPE_CHECKING:
     from megackpt.recompute.producer import Producer
@@ -38,6 +39,18 @@ class ReplayError(RuntimeError):
 def version_of(tensor: Tensor) -> int:
     """Version counter, or -1 for inference tensors, which have none."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def is_itself_parameter(tensor: Tensor) -> bool:
+    """``isinstance(tensor, Parameter)``, without its slow path for the one type that nearly all tensors have."""
+    kind = type(tensor)
+    return kind is Parameter or (kind is not Tensor and isinstance(tensor, Parameter))
+
+
+def is_parameter(tensor: Tensor) -> bool:
+    """A parameter or a view of one (``F.linear`` saves ``weight.t()``)."""
+    base = tensor._base
+    return is_itself_parameter(tensor) or (base is not None and is_itself_parameter(base))
 
 
 Meta = tuple[torch.Size, torch.dtype, torch.device]
@@ -152,6 +165,12 @@ class Tag:
         self.dtype = tensor.dtype
         self.version = version_of(tensor)
 
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether ``tensor``, over the same storage, is seen as it was: not changed, not through another type."""
+        if tensor.dtype != self.dtype or version_of(tensor) != self.version:
+            return False
+        return not (tensor.is_conj() or tensor.is_neg())
+
     def cell(self) -> Cell:
         assert self.producer is not None
         return self.producer.cell(self.index)
@@ -165,8 +184,4 @@ def live_tag(tensor: Tensor) -> Tag | None:
     """The tag of a dropped output this tensor can be rebuilt from, else None: untagged, tag cut, changed in place
     since its step ended, or seen through another type or a lazy conjugate."""
     tag: Tag | None = getattr(tensor.untyped_storage(), _OUTPUT_TAG, None)
-    if tag is None or tag.producer is None:
-        return None
-    if tensor.dtype != tag.dtype or version_of(tensor) != tag.version or tensor.is_conj() or tensor.is_neg():
-        return None
-    return tag
+    return tag if tag is not None and tag.producer is not None and tag.fits(tensor) else None

@@ -31,7 +31,7 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class Record(Producer):
     """One dropped step of one forward: its call, and the slots of what autograd saved inside it."""
 
-    __slots__ = ("tape", "call", "packs", "slots", "outputs", "watch", "differentiates")
+    __slots__ = ("tape", "call", "packs", "slots", "outputs", "watch", "differentiates", "ends_in_result")
 
     def __init__(self, tape: Tape, call: StepCall, watch: Watch | None = None) -> None:
         super().__init__(call.where)
@@ -40,6 +40,8 @@ class Record(Producer):
         self.differentiates = False  # the step takes gradients itself, so its replay needs a graph that works
         self.call = call
         self.packs = 0
+        # The last tensor saved is the step's result: after it there is nothing whose skipping is worth an exception.
+        self.ends_in_result = False
         self.slots: dict[int, weakref.ref[Internal]] = {}
         self.outputs: dict[int, Meta] = {}  # of the dropped ones
 
@@ -47,7 +49,7 @@ class Record(Producer):
         return [p for a in self.call.inputs() if (p := a.missing()) is not None]
 
     def wanted(self) -> bool:
-        return bool(self.wanted_slots()) or bool(self.wanted_boxes())
+        return any((h := ref()) is not None and h.value is None for ref in self.slots.values()) or super().wanted()
 
     def wanted_slots(self) -> dict[int, Internal]:
         return {i: h for i, ref in self.slots.items() if (h := ref()) is not None and h.value is None}
@@ -97,8 +99,7 @@ class Record(Producer):
                 raise
             raise watch.explain(error) from error.__cause__
         except Exception as error:
-            failure = ReplayError(f"replay of {self.where} failed: {type(error).__name__}: {error}")
-            raise (failure if watch is None else watch.explain(failure)) from error
+            raise self._failure(error) from error
         finally:
             pop_hooks()
             torch._C._set_grad_enabled(grad)
@@ -108,6 +109,11 @@ class Record(Producer):
             if statistics is not None:
                 statistics.restore()
             self.tape.cut()  # inner steps tagged what this replay made
+
+    def _failure(self, error: Exception) -> ReplayError:
+        # Made here and not in `_run`: a traceback holds its frames, so a local name for it there would be a cycle.
+        failure = ReplayError(f"replay of {self.where} failed: {type(error).__name__}: {error}")
+        return failure if self.watch is None else self.watch.explain(failure)
 
 
 _FOREIGN_GRAPH = "backward was called on a graph built by an earlier replay"
@@ -124,7 +130,7 @@ class _GraphWanted(BaseException):
 class ReplayFrame:
     """Numbers the tensors saved during a replay and puts the wanted ones into their slots."""
 
-    __slots__ = ("record", "count", "slots", "last", "boxes")
+    __slots__ = ("record", "count", "slots", "last", "boxes", "complete")
     replaying = True
 
     def __init__(self, record: Record) -> None:
@@ -133,6 +139,7 @@ class ReplayFrame:
         self.slots = record.wanted_slots()
         self.last = max(self.slots, default=-1)
         self.boxes = record.wanted_boxes()
+        self.complete = record.packs if record.ends_in_result else -1
         if record.watch is not None and not record.watch.early_stop:
             self.last = sys.maxsize
 
@@ -150,7 +157,7 @@ class ReplayFrame:
             self._check("saved tensor", self.count, tensor, slot.meta)
             slot.value = handle if handle is not None else Kept(tensor, self.record.where)
         self.count += 1
-        if not self.boxes and self.count > self.last:
+        if not self.boxes and self.count > self.last and self.count != self.complete:
             raise _Stop
 
     def finish(self, result: Any) -> None:

@@ -94,23 +94,24 @@ class RngLedger:
 
     def snapshot(self) -> tuple[object, ...]:
         """The state now; compare two with :func:`same_state`, put one back with :meth:`restore`."""
-        positions = tuple(s.position for s in self._order)
-        return positions + self._default_states() if self._defaults else positions
-
-    def _default_states(self) -> tuple[torch.Tensor, ...]:
-        states: tuple[torch.Tensor, ...] = (torch.default_generator.get_state(),)
-        if torch.cuda.is_initialized():
-            states += (torch.cuda.default_generators[torch.cuda.current_device()].get_state(),)
-        return states
+        positions: tuple[object, ...] = tuple(s.position for s in self._order)
+        if not self._defaults:
+            return positions
+        positions += (torch.default_generator.get_state(),)
+        # A Philox generator's state is its seed and an offset: two integers instead of a copy from the device.
+        return positions + tuple((g.initial_seed(), g.get_offset()) for g in _cuda_generators())
 
     def restore(self, snapshot: tuple[object, ...]) -> None:
         for stream, position in zip(self._order, snapshot, strict=False):
             stream.position = position  # type: ignore[assignment]
         rest = snapshot[len(self._order) :]
-        if rest:
-            torch.default_generator.set_state(rest[0])  # type: ignore[arg-type]
-        if len(rest) > 1:
-            torch.cuda.default_generators[torch.cuda.current_device()].set_state(rest[1])  # type: ignore[arg-type]
+        if not rest:
+            return
+        torch.default_generator.set_state(rest[0])  # type: ignore[arg-type]
+        for generator, state in zip(_cuda_generators(), rest[1:], strict=False):
+            assert isinstance(state, tuple)
+            generator.manual_seed(state[0])
+            generator.set_offset(state[1])
 
     def state_dict(self) -> dict[str, int]:
         """Position of every stream, by name: what a checkpoint stores."""
@@ -123,12 +124,16 @@ class RngLedger:
             self._streams[name].position = int(position)
 
 
+def _cuda_generators() -> tuple[torch.Generator, ...]:
+    """The default generator of the current CUDA device, if CUDA is in use."""
+    return (torch.cuda.default_generators[torch.cuda.current_device()],) if torch.cuda.is_initialized() else ()
+
+
 def same_state(a: tuple[object, ...], b: tuple[object, ...]) -> bool:
     """Whether two snapshots of one ledger are the same state."""
     for x, y in zip(a, b, strict=True):
-        if isinstance(x, torch.Tensor):
-            if not torch.equal(x, y):  # type: ignore[arg-type]
-                return False
-        elif x != y:
+        if x is y:
+            continue
+        if not (torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y):  # type: ignore[arg-type]
             return False
     return True

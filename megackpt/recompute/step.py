@@ -19,10 +19,11 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, group_at
+from megackpt.recompute import nested
 from megackpt.recompute.call import StepCall, flatten, tensors_of
 from megackpt.recompute.context import COUNTED, LIVE, MERGED, pack, state
-from megackpt.recompute.handle import Internal, Kept, Tag, View, live_tag, meta_of, write_tag
-from megackpt.recompute.producer import Producer
+from megackpt.recompute.handle import Internal, Kept, Tag, View, is_parameter, live_tag, meta_of, write_tag
+from megackpt.recompute.opaque import opaque
 from megackpt.recompute.replay import Record, pop_hooks, push_hooks, resolve
 from megackpt.recompute.rng import same_state
 from megackpt.recompute.tape import Tape
@@ -40,16 +41,31 @@ class Scope:
     def __init__(self, address: str) -> None:
         self.address = address
 
-    def __call__(self, name: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+    def __call__(self, name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         tape = state.tape
         if tape is None or state.inner == MERGED or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return opaque(_unseen)(self, name, fn, *args, **kwargs)
         decision = tape.plan.save_set(self.address)[name]
-        if state.inner == COUNTED or not tape.live:
-            return _with_masks(decision.masks, fn, args, kwargs)
+        if state.inner == COUNTED or not tape.live or _concerns_nobody(tape, decision, args, kwargs):
+            return _counted(decision.masks, fn, args, kwargs)
         where = f"{self.address} {name}" if self.address else name
         result: T = run_step(tape, where, decision, fn, args, kwargs)
         return result
+
+
+def _concerns_nobody(tape: Tape, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether autograd may save for itself, without hooks: everything is kept, nobody counts, and no argument was
+    dropped."""
+    if not decision.keeps_all or tape.counts or state.frame is not None or kwargs:
+        return False
+    return all(live_tag(a) is None if isinstance(a, Tensor) else not nested.is_nested(a) for a in args)
+
+
+def _unseen(scope: Scope, name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """The step once more, out of the compiler's sight."""
+    return scope(name, fn, *args, **kwargs)
 
 
 def at(address: str) -> Scope:
@@ -57,7 +73,7 @@ def at(address: str) -> Scope:
     return Scope(address)
 
 
-def step(name: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+def step(name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Run ``fn(*args, **kwargs)`` as the named step of the open tape (a plain call when none is open).
 
     ``fn`` must be a pure function of its arguments and of registered random streams: activations enter as
@@ -69,43 +85,53 @@ def step(name: str, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 def chain(layers: Sequence[tuple[int, Module]], x: Tensor) -> Tensor:
     """Run numbered layers one after another, the plan's groups of them as one dropped step each."""
     tape = state.tape
-    if tape is None or not torch.is_grad_enabled() or state.inner != LIVE:
+    if tape is None or not torch.is_grad_enabled() or state.inner == MERGED:
         return _in_turn((), layers, x)
     return _in_turn(tape.plan.groups, layers, x)
 
 
 def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Module]], x: Tensor) -> Tensor:
-    """The layers in order; ``groups`` count only where steps are live (a group's own forward is not)."""
+    """The layers in order, groups of them as one step.  While an outer step's forward only counts, a group is no step
+    either, but it stores what it will store in the outer one's replay."""
     tape, place = state.tape, 0
-    live = bool(groups) and state.inner == LIVE
     while place < len(layers):
         first, module = layers[place]
-        group = group_at(groups, first) if live else None
+        group = group_at(groups, first) if groups else None
         if group is None:
             x, place = module(x), place + 1
             continue
         assert tape is not None
         members = layers[place : place + group.last - group.first + 1]
-        where = f"layers {group.first} to {group.last}"
+        run = partial(_in_turn, group.inner or (), members)
         inner = MERGED if group.inner is None else COUNTED
-        decision = Decision(output=group.output, internals=REPLAY, masks=REPLAY)
-        x = run_step(tape, where, decision, partial(_in_turn, group.inner or (), members), (x,), {}, inner)
+        if state.inner == LIVE:
+            decision = Decision(output=group.output, internals=REPLAY, masks=REPLAY)
+            x = run_step(tape, f"layers {group.first} to {group.last}", decision, run, (x,), {}, inner)
+        else:
+            x = _counted(REPLAY, run, (x,), {}, inner)
         place += len(members)
     return x
 
 
-def _with_masks(masks: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> T:
-    before, state.masks = state.masks, masks
+def _counted(
+    masks: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any], inner: int | None = None
+) -> T:
+    """A step that is none here: only its decision for masks holds, and for the steps inside it ``inner``."""
+    before = state.masks, state.inner
+    state.masks, state.inner = masks, state.inner if inner is None else inner
     try:
         return fn(*args, **kwargs)
     finally:
-        state.masks = before
+        state.masks, state.inner = before
 
 
 class ForwardFrame:
     """The pack hook of one step's forward."""
 
-    __slots__ = ("tape", "where", "decision", "record", "count", "parent", "outer", "inputs", "held", "stored")
+    __slots__ = (
+        "tape", "where", "decision", "record", "count", "parent", "outer", "inputs", "input_storages", "last", "held",
+        "stored",
+    )  # fmt: skip
 
     def __init__(self, tape: Tape, where: str, decision: Decision, inputs: Sequence[Any]) -> None:
         self.tape = tape
@@ -114,8 +140,10 @@ class ForwardFrame:
         self.record: Record | None = None  # set if the step is dropped
         self.count = 0
         self.inputs = inputs
+        self.input_storages: set[int] | None = None  # made when first asked for
+        self.last: Tensor | None = None  # saved
         self.held: set[int] = set()  # storages that stay on the device for a kept internal
-        self.stored: dict[tuple[int, torch.dtype], Producer] = {}  # storages of internals that wait in a tier
+        self.stored: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]] = {}  # internals that wait in a tier
         parent = state.frame
         self.parent = parent if parent is not None and parent.replaying else None
         self.outer = tape.outer if self.parent is None else None  # what a replay makes is nobody else's to save
@@ -133,12 +161,14 @@ class ForwardFrame:
         self.parent.fill(tensor, handle)
 
     def is_input(self, tensor: Tensor) -> bool:
-        storage = tensor.untyped_storage()._cdata
-        return any(isinstance(a, Tensor) and a.untyped_storage()._cdata == storage for a in self.inputs)
+        if self.input_storages is None:
+            self.input_storages = {a.untyped_storage()._cdata for a in self.inputs if isinstance(a, Tensor)}
+        return tensor.untyped_storage()._cdata in self.input_storages
 
     def pack(self, tensor: Tensor) -> Kept | Internal | View:
         handle = self._handle(tensor)
         self.count += 1
+        self.last = tensor
         if self.parent is not None:
             self.parent.fill(tensor, handle)
         return handle
@@ -170,11 +200,14 @@ class ForwardFrame:
         return slot
 
     def _elsewhere(self, tensor: Tensor) -> View:
-        key = (tensor.untyped_storage()._cdata, tensor.dtype)
-        producer = self.stored.get(key)
-        if producer is None:
-            producer = self.stored[key] = self.tape.store(self.decision.internals, self.where, tensor)
-        return View(producer.cell(0).open(), tensor)
+        storage = tensor.untyped_storage()
+        ref, tag = self.stored.get(storage._cdata, (None, None))
+        # The address alone does not say which storage it is: the tier lets go of storages, and others take their place.
+        if ref is None or tag is None or ref() is not storage or not tag.fits(tensor):
+            producer = self.tape.store(self.decision.internals, self.where, tensor)
+            tag = Tag(producer, 0, tensor)
+            self.stored[storage._cdata] = (weakref.ref(storage), tag)
+        return View(tag.cell().open(), tensor)
 
 
 def run_step(
@@ -215,11 +248,19 @@ def run_step(
             record.call.rng = rng
     if record is not None:
         record.packs = frame.count
+        record.ends_in_result = _is_over(frame.last, result)
         record.call.check_inputs_unchanged(leaves)
         tape.note_record(record)
     if decision.output != KEEP:
         _drop_outputs(frame, decision.output, result)
     return result
+
+
+def _is_over(last: Tensor | None, result: Any) -> bool:
+    """Whether the step had its result when it saved for the last time, so that nothing costly came after."""
+    if last is None or not isinstance(result, Tensor):
+        return False
+    return last.untyped_storage()._cdata == result.untyped_storage()._cdata
 
 
 def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
@@ -241,11 +282,6 @@ def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
                 frame.record.watch.returned(index, tensor)
         write_tag(tensor, tag)
         frame.tape.note_tag(tag)
-
-
-def is_parameter(tensor: Tensor) -> bool:
-    """A parameter or a view of one (``F.linear`` saves ``weight.t()``)."""
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
 def _refuse_transforms(where: str, args: tuple[Any, ...]) -> None:

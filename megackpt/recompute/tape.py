@@ -18,6 +18,7 @@ from megackpt.recompute.account import KeptBytes
 from megackpt.recompute.call import StepCall
 from megackpt.recompute.context import LIVE, state
 from megackpt.recompute.handle import Kept, Tag
+from megackpt.recompute.opaque import opaque
 from megackpt.recompute.producer import Producer
 from megackpt.recompute.replay import Record
 from megackpt.recompute.rng import RngLedger
@@ -65,13 +66,15 @@ class Tape:
         self._tags: list[weakref.ref[Tag]] = []
         self._records: list[weakref.ref[Record]] = []
         self._stored: list[weakref.ref[Stored]] = []
-        self._kept: dict[int, tuple[str, int]] = {}
+        self._kept: dict[str, int] | None = None  # by step, once the forward has ended
         self._alive: list[tuple[weakref.ref[Kept], str]] = []
         self._previous: Tape | None = None
         self._around: Tape | None = None  # accounts for us
         self._transparent = False
 
     def __enter__(self) -> Tape:
+        if torch.compiler.is_compiling():
+            return opaque(Tape.__enter__)(self)
         self._transparent = state.inner != LIVE  # inside a dropped step: its replay, not we, decides
         if not self._transparent:
             self._previous = state.tape
@@ -98,11 +101,8 @@ class Tape:
                     if a.kept is not None:
                         self.note_kept(a.kept, record.where)
         self._records.clear()
-        for place in self._stored:
-            stored = place()
-            if stored is not None and self._account is not None:
-                self._kept[id(stored)] = (stored.where, stored.ticket.held_bytes())
         if self._account is not None:
+            self._kept = self.kept_now()
             self._booked = self.saved_bytes()
             self._account.add(self._booked)
 
@@ -141,6 +141,11 @@ class Tape:
         """Who looks on while the step of ``call`` runs, besides ``watch``."""
         return Verifier(call, self.ledger, watch) if self.verify else watch
 
+    @property
+    def counts(self) -> bool:
+        """Whether somebody wants to know the bytes kept."""
+        return self._account is not None or self._around is not None
+
     def note_tag(self, tag: Tag) -> None:
         self._tags.append(weakref.ref(tag))
 
@@ -151,21 +156,20 @@ class Tape:
             self._around.note_record(record)
 
     def note_kept(self, kept: Kept, where: str) -> None:
-        """Count a kept tensor's storage, once, for the step that kept it first."""
+        """Count a kept tensor, if it lives to the end of the forward."""
         if self._account is None:
             if self._around is not None:
                 self._around.note_kept(kept, where)
-        elif (storage := kept.storage) is not None:
-            self._kept.setdefault(storage._cdata, (where, storage.nbytes()))
+        else:
             self._alive.append((weakref.ref(kept), where))
 
     def saved_bytes(self) -> int:
         """Bytes kept for backward: storages of kept tensors and of the inputs that dropped steps hold; parameters
         and random states excluded.  Complete when the forward has ended; needs an ``account``."""
-        return sum(nbytes for _, nbytes in self._kept.values())
+        return sum(self.report().values())
 
     def kept_now(self) -> dict[str, int]:
-        """As :meth:`report`, of what is still alive at this moment."""
+        """As :meth:`report`, of what is alive at this moment: each storage once, for the step that kept it first."""
         bytes_by_step: dict[str, int] = {}
         seen: set[int] = set()
         for ref, where in self._alive:
@@ -181,7 +185,4 @@ class Tape:
 
     def report(self) -> dict[str, int]:
         """Bytes kept by step (``layers.3 attn.core``), in the order of the forward."""
-        bytes_by_step: dict[str, int] = {}
-        for where, nbytes in self._kept.values():
-            bytes_by_step[where] = bytes_by_step.get(where, 0) + nbytes
-        return bytes_by_step
+        return dict(self._kept) if self._kept is not None else self.kept_now()

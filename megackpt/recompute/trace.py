@@ -20,9 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from megackpt.recompute import nested
 from megackpt.recompute.batchnorm import modules_called
 
-# Not what the user's code computes: views that the engine takes, casts that autocast's cache may skip, and
+# Not what the user's code computes: views and comparisons of the engine, casts that autocast's cache may skip, and
 # memory that nobody has written yet.
-_SILENT = ("aten.detach", "aten.alias", "aten.set_", "aten._to_copy", "aten.empty", "aten.new_empty", "prim.device")
+_SILENT = (
+    "aten.detach", "aten.alias", "aten.set_", "aten.equal", "aten._to_copy", "aten.empty", "aten.new_empty",
+    "prim.device",
+)  # fmt: skip
 _ENGINE = ("aten.detach", "aten.alias", "prim.device")
 
 
@@ -37,7 +40,7 @@ def digest(tensor: Tensor) -> bytes:
         if data.is_complex():
             data = torch.view_as_real(data.resolve_conj())
         data = data.resolve_neg().contiguous().cpu().reshape(-1).view(torch.uint8)
-        return hashlib.blake2b(memoryview(data.numpy()), digest_size=16).digest()
+        return hashlib.blake2b(data.numpy(), digest_size=16).digest()  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class Trace(TorchDispatchMode):
         leaves = pytree.tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         reads = tuple(digest(t) for t in tensors)
-        outside = tuple(self._describe(t) for t in tensors)
+        outside = tuple(self.describe(t) for t in tensors)
         scalars = repr([leaf for leaf in leaves if not isinstance(leaf, (Tensor, torch.Generator))])
         random, source = None, ""
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -93,10 +96,11 @@ class Trace(TorchDispatchMode):
         """A silent operation's result is from outside if its operand is."""
         if isinstance(result, Tensor) and _has_storage(result):
             operand = args[0] if args and isinstance(args[0], Tensor) else None
-            if operand is None or self._describe(operand) is None:
+            if operand is None or self.describe(operand) is None:
                 self._made.add(result.untyped_storage()._cdata)
 
-    def _describe(self, tensor: Tensor) -> str | None:
+    def describe(self, tensor: Tensor) -> str | None:
+        """What a tensor is that the function did not make; None for one that it made."""
         if not _has_storage(tensor):
             return None
         storage = tensor.untyped_storage()._cdata

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megackpt.recompute.batchnorm import statistics_of, training_norms
 from megackpt.recompute.context import MERGED, state
 from megackpt.recompute.handle import Meta, ReplayError
 from megackpt.recompute.trace import Operation, Trace, digest, names_of
@@ -69,7 +70,10 @@ class Finding:
 class Verifier(Watch):
     """Looks on while one dropped step runs; ``other`` is a watch that would look on anyway."""
 
-    __slots__ = ("_call", "_digests", "_first", "_ledger", "_other", "_second", "_wrong", "_inputs")
+    __slots__ = (
+        "_call", "_digests", "_first", "_inputs", "_ledger", "_other", "_outside", "_second", "_statistics", "_trace",
+        "_wrong",
+    )  # fmt: skip
 
     def __init__(self, call: StepCall, ledger: RngLedger, other: Watch | None) -> None:
         self._call = call
@@ -79,6 +83,9 @@ class Verifier(Watch):
         self._first = Run([], {})
         self._second = Run([], {})
         self._inputs: tuple[Any, Any] = ((), {})
+        self._statistics: set[int] = set()
+        self._trace = Trace({})
+        self._outside: str | None = None  # what the wrong tensor is, if the step did not make it
         self._wrong = ""
 
     @property
@@ -87,12 +94,15 @@ class Verifier(Watch):
 
     def forward(self, fn: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._first, trace = _new_run(fn, args, kwargs)
+        self._statistics = {t.untyped_storage()._cdata for t in statistics_of(training_norms(fn))}
         with trace:
             return self._other.forward(fn, args, kwargs)
 
     def saved(self, number: int, tensor: Tensor) -> None:
         self._other.saved(number, tensor)
-        self._digests["saved tensor", number] = digest(tensor)
+        # Running statistics are saved in training mode too, but no gradient reads them, and they move on.
+        if tensor.untyped_storage()._cdata not in self._statistics:
+            self._digests["saved tensor", number] = digest(tensor)
 
     def returned(self, index: int, tensor: Tensor) -> None:
         self._other.returned(index, tensor)
@@ -101,24 +111,29 @@ class Verifier(Watch):
     def replay(self, fn: Call, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         self._wrong = ""
         self._inputs = (args, kwargs)
-        self._second, trace = _new_run(fn, args, kwargs)
-        with trace:
+        self._outside = None
+        self._second, self._trace = _new_run(fn, args, kwargs)
+        with self._trace:
             return self._other.replay(fn, args, kwargs)
 
     def rebuilt(self, what: str, number: int, tensor: Tensor, now: Meta, then: Meta) -> bool:
         if not self._other.rebuilt(what, number, tensor, now, then):
-            self._wrong = self._wrong or f"{what} {number} ({_words(then)}; the replay's is {_words(now)})"
+            self._note(f"{what} {number} ({_words(then)}; the replay's is {_words(now)})", tensor)
             return False
         original = self._digests.get((what, number))
         if original is not None and original != digest(tensor):
-            self._wrong = self._wrong or f"{what} {number} ({_words(then)}{self._maker(original)})"
+            self._note(f"{what} {number} ({_words(then)}{self._maker(original)})", tensor)
         return True
+
+    def _note(self, wrong: str, tensor: Tensor) -> None:
+        if not self._wrong:  # the first one is nearest to the cause
+            self._wrong, self._outside = wrong, self._trace.describe(tensor)
 
     def settle(self) -> None:
         self._other.settle()
         if self._wrong:
             raise self._error()
-        self._inputs = ((), {})
+        self._inputs, self._trace = ((), {}), Trace({})
 
     def explain(self, error: ReplayError) -> ReplayError:
         if isinstance(error, VerifyError):
@@ -128,9 +143,11 @@ class Verifier(Watch):
 
     def _error(self) -> VerifyError:
         finding = compare(self._first, self._second)
+        if finding.place < 0 and self._outside is not None:  # an operation saves what it reads before it runs
+            finding = Finding(STATE, f"{self._outside} has other values")
         if finding.cause == KERNEL:
             finding = self._run_again(finding)
-        self._inputs = ((), {})
+        self._inputs, self._trace = ((), {}), Trace({})
         return VerifyError(self._call.where, self._wrong, finding.cause, finding.detail)
 
     def _maker(self, original: bytes) -> str:

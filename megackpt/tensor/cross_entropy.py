@@ -4,10 +4,11 @@ Letters: s sequence, b micro-batch, V padded vocabulary, t tensor-parallel size.
 
     loss = log sum_j exp(z_j - m) - (z_target - m),   m = max_j z_j over all shards
 
-Each rank works on its V/t columns; what travels is the maximum and, packed in one tensor, the sum of the exponentials
-and the target's logit: [s, b] and [2, s, b] numbers. The maximum is exact over all shards, so exponentials never
-overflow wherever the largest logit lies. Columns beyond the valid vocabulary take no part in maximum or sum and get
-gradient zero, so the result does not depend on how much the vocabulary was padded.
+Each rank takes the softmax of its V/t columns and rescales it by its part of the whole sum. What travels is the
+maximum and, packed in one tensor, the sum of the exponentials and the target's logit: [s, b] and [2, s, b] numbers.
+The maximum is exact over all shards, so exponentials never overflow wherever the largest logit lies. Columns beyond
+the valid vocabulary take no part in maximum or sum and get gradient zero, so the result does not depend on how much
+the vocabulary was padded.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -32,22 +34,23 @@ class _VocabParallelCrossEntropy(Function):
         )  # columns of this shard that are not padding
         compute = torch.float64 if logits.dtype == torch.float64 else torch.float32
 
-        peak = _peak(logits[..., :valid], axis, compute)  # [s, b]
-        probabilities = logits - peak.unsqueeze(-1)  # [s, b, V/t], a new tensor in the wider type
+        probabilities, peak, total = _shard_softmax(logits, valid, compute)
         local, mine = _localise(targets, first, valid)
-        parts = logits.new_zeros((2, *targets.shape), dtype=compute)  # sum of exponentials, target's logit
-        if valid:
-            parts[1] = probabilities.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill_(~mine, 0.0)
-            torch.sum(probabilities[..., :valid].exp_(), dim=-1, out=parts[0])
-        probabilities[..., valid:].zero_()
+        target_logit = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(compute)
         if axis.size > 1:
+            own_peak, own_total = peak.clone(), total
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=axis.group)
+            own_total = own_total * (own_peak - peak).exp_()
+            parts = torch.stack((own_total, (target_logit - peak).masked_fill_(~mine, 0.0)))  # [2, s, b]
             dist.all_reduce(parts, group=axis.group)
-        total, target_logit = parts.unbind(0)
-        probabilities.div_(total.unsqueeze(-1))
+            total, distance = parts.unbind(0)
+            probabilities.mul_((own_total / total).unsqueeze(-1))
+        else:
+            distance = target_logit - peak
 
         ctx.save_for_backward(probabilities, targets)
         ctx.first, ctx.valid, ctx.dtype = first, valid, logits.dtype
-        return (total.log() - target_logit).masked_fill_(targets < 0, 0.0)
+        return (total.log() - distance).masked_fill_(targets < 0, 0.0)
 
     @staticmethod
     @once_differentiable
@@ -63,15 +66,22 @@ class _VocabParallelCrossEntropy(Function):
         return grad_logits.scatter_(-1, index, at_target.to(ctx.dtype)), None, None, None
 
 
-def _peak(logits: Tensor, axis: Axis, compute: torch.dtype) -> Tensor:
-    """Largest valid logit of all shards, [s, b]."""
-    if logits.shape[-1]:
-        peak = logits.amax(-1).to(compute)
-    else:  # a shard of nothing but padding
+def _shard_softmax(logits: Tensor, valid: int, compute: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax over the valid columns of this shard alone, zero in the others, [s, b, V/t]; the largest valid logit;
+    and the sum of exponentials relative to it, both [s, b].
+
+    One fused kernel instead of four passes.  It does not tell its sum, but the largest probability is exp(0) over it.
+    """
+    columns = logits.shape[-1]
+    if valid == 0:  # a shard of nothing but padding
         peak = logits.new_full(logits.shape[:-1], -torch.inf, dtype=compute)
-    if axis.size > 1:
-        dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=axis.group)
-    return peak
+        return logits.new_zeros(logits.shape, dtype=compute), peak, torch.zeros_like(peak)
+    here = logits[..., :valid]
+    probabilities = torch.softmax(here, dim=-1, dtype=compute)
+    peak, total = here.amax(-1).to(compute), probabilities.amax(-1).reciprocal_()
+    if valid < columns:
+        probabilities = F.pad(probabilities, (0, columns - valid))
+    return probabilities, peak, total
 
 
 def _localise(targets: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:

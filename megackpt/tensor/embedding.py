@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import Module, Parameter
 
 from megackpt.mesh.process_mesh import Axis
+from megackpt.mesh.sink import GradientSink
 from megackpt.tensor.context import TensorParallel
 from megackpt.tensor.parameters import new_parameter
 
@@ -23,23 +24,22 @@ class _Lookup(Function):
     """Rows of this shard for the ids that fall into it, zeros for the others. Saves the ids as passed, 8sb bytes."""
 
     @staticmethod
-    def forward(ctx: Any, weight: Parameter, ids: Tensor, axis: Axis) -> Tensor:
+    def forward(ctx: Any, weight: Parameter, ids: Tensor, axis: Axis, sink: GradientSink) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.shape, ctx.axis = weight.shape, axis
+        ctx.weight, ctx.axis, ctx.sink = weight, axis, sink
         local, foreign = _localise(ids, weight.shape[0], axis)
         out = F.embedding(local, weight)
         return out if foreign is None else out.masked_fill_(foreign, 0.0)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, None]:
         (ids,) = ctx.saved_tensors
-        local, foreign = _localise(ids, ctx.shape[0], ctx.axis)
+        local, foreign = _localise(ids, ctx.weight.shape[0], ctx.axis)
         if foreign is not None:
             grad = grad.masked_fill(foreign, 0.0)
-        rows = grad.reshape(-1, ctx.shape[1])
-        # index_add_ is an ordered sum on a CPU and, with deterministic algorithms switched on, on a GPU
-        return rows.new_zeros(ctx.shape).index_add_(0, local.reshape(-1), rows), None, None
+        lines = grad.reshape(-1, grad.shape[-1])
+        return ctx.sink.row_gradient(ctx.weight, local.reshape(-1), lines), None, None, None
 
 
 def _localise(ids: Tensor, rows: int, axis: Axis) -> tuple[Tensor, Tensor | None]:
@@ -91,4 +91,4 @@ class VocabEmbedding(Module):
         """
         inside = ((ids >= 0) & (ids < self.valid_vocab)).all()
         torch._assert_async(inside, f"an id is outside the vocabulary of {self.valid_vocab}")
-        return _Lookup.apply(self.weight, ids, self.tp.axis)
+        return _Lookup.apply(self.weight, ids, self.tp.axis, self.tp.sink)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -44,13 +44,10 @@ class _Linear(Function):
         )
         ctx.sink = sink
         ctx.axis = reduce_input_gradient
-        matrix = weight.view(-1, weight.shape[-1])  # [out, in]
-        shape = (*x.shape[:-1], matrix.shape[0])
+        matrix = weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])  # [out, in]
         if any(ctx.needs_input_grad) and not product_wanted(2):  # else nothing is packed at all
-            return x.new_empty(shape)
-        rows = x.reshape(-1, x.shape[-1])
-        product = rows @ matrix.t() if bias is None else torch.addmm(bias, rows, matrix.t())
-        return product.view(shape)
+            return x.new_empty((*x.shape[:-1], matrix.shape[0]))
+        return F.linear(x.contiguous(), matrix, bias)
 
     @staticmethod
     @once_differentiable

@@ -48,7 +48,7 @@ class Reporter:
             wandb_project=config.logging.wandb_project,
             wandb_exp_name=config.logging.wandb_exp_name,
             directory=str(self.run_dir or "."),
-            config=config.to_yaml(),
+            config=config,
         )
 
     def _metric_files(self) -> list[Path]:

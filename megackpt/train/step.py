@@ -70,7 +70,8 @@ class Stepper:
         trainer = self.trainer
         plan = trainer.plan.chunk(trainer.mesh.pp.index, chunk)
         account = trainer.account if self.count_bytes else None
-        return Tape(plan, trainer.ledger, account=account, tiers=trainer.tiers, label=f"micro-batch {micro_batch}")
+        label, verify = f"micro-batch {micro_batch}", trainer.config.recompute.verify
+        return Tape(plan, trainer.ledger, account=account, tiers=trainer.tiers, label=label, verify=verify)
 
     def _forward(
         self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]

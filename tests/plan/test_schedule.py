@@ -15,9 +15,11 @@ from megackpt.plan.schedule import (
     forward_part,
     gpipe,
     in_flight,
+    interleaved,
     one_f_one_b,
     parse_actions,
     source,
+    zero_bubble,
 )
 
 
@@ -70,6 +72,22 @@ def test_the_clock_table_in_the_docstring_is_what_the_generator_makes(generator:
     drawn = [line.strip() for line in (generator.__doc__ or "").splitlines() if line.strip().startswith("stage ")]
     made = clock_table([generator(3, stage, 4) for stage in range(3)])  # type: ignore[operator]
     assert drawn == made.splitlines()
+
+
+def test_the_clock_tables_of_chunks_and_split_backwards_too() -> None:
+    for generator, lists in (
+        (interleaved, [interleaved(2, stage, 4, 2) for stage in range(2)]),
+        (zero_bubble, [zero_bubble(3, stage, 4) for stage in range(3)]),
+    ):
+        drawn = [line.strip() for line in (generator.__doc__ or "").splitlines() if line.strip().startswith("stage ")]
+        assert [line for line in drawn if "|" in line] == clock_table(lists).splitlines()
+
+
+def test_order_of_interleaved_groups() -> None:
+    assert format_actions(interleaved(2, 1, 3, 2)) == (
+        "F0.0 F1.0 F0.1 B0.1 F1.1 B1.1 F2.0 B0.0 B1.0 F2.1 B2.1 B2.0"
+    )
+    assert interleaved(3, 1, 5) == one_f_one_b(3, 1, 5)
 
 
 def test_actions_are_written_and_read_back() -> None:

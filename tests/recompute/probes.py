@@ -6,10 +6,12 @@ Nothing here asks the engine's own counters.  `torch.distributed` is wrapped by 
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +73,9 @@ class Census(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self._lock = threading.RLock()  # storages die in communication threads as well
+        self.bytes = 0
+        self.peak = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -78,13 +83,16 @@ class Census(TorchDispatchMode):
         for storage in storages(result):
             key = id(storage)
             if key not in given and key not in self._alive:
-                ref = weakref.ref(storage, lambda _, key=key: self._alive.pop(key, None))
-                self._alive[key] = (ref, storage.nbytes())
+                with self._lock:
+                    self._alive[key] = (weakref.ref(storage, partial(self._died, key)), storage.nbytes())
+                    self.bytes += storage.nbytes()
+                    self.peak = max(self.peak, self.bytes)
         return result
 
-    @property
-    def bytes(self) -> int:
-        return sum(nbytes for _, nbytes in self._alive.values())
+    def _died(self, key: int, ref: weakref.ref[torch.UntypedStorage]) -> None:
+        with self._lock:
+            if self._alive[key][0] is ref:
+                self.bytes -= self._alive.pop(key)[1]
 
 
 @contextmanager

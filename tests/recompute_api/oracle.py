@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from megackpt.recompute import checkpoint
 
+LossOf = Callable[[Callable[..., Any]], Tensor]
+
 
 @dataclass
 class Outcome:
@@ -37,8 +39,8 @@ def by_torch(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return torch_checkpoint(fn, *args, use_reentrant=False, **kwargs)
 
 
-def outcome(loss_of: Callable[[Callable[..., Any]], Tensor], leaves: Sequence[Tensor], call: Any, seed: int = 7) -> Outcome:
-    """Loss, gradients of ``leaves`` and generator state of ``loss_of(call)``, which runs its region through ``call``."""
+def outcome(loss_of: LossOf, leaves: Sequence[Tensor], call: Any, seed: int = 7) -> Outcome:
+    """What ``loss_of(call)`` leaves, which runs its region through ``call``."""
     torch.manual_seed(seed)
     for leaf in leaves:
         leaf.grad = None
@@ -48,7 +50,7 @@ def outcome(loss_of: Callable[[Callable[..., Any]], Tensor], leaves: Sequence[Te
     return Outcome(loss.detach().clone(), gradients, torch.get_rng_state())
 
 
-def assert_same(loss_of: Callable[[Callable[..., Any]], Tensor], leaves: Sequence[Tensor], *, torch_too: bool = True) -> None:
+def assert_same(loss_of: LossOf, leaves: Sequence[Tensor], *, torch_too: bool = True) -> None:
     """Ours, torch's and the plain run agree to the bit."""
     plain = outcome(loss_of, leaves, plainly)
     outcome(loss_of, leaves, checkpoint).assert_equal(plain)

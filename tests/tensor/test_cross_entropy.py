@@ -33,7 +33,7 @@ def _case(kind: str, vocab: int, valid: int, dtype: torch.dtype) -> tuple[Tensor
     targets = torch.randint(valid, (S, B), generator=torch.Generator().manual_seed(2))
     edges = (0, min(vocab // 2 - 1, valid - 1), min(vocab // 2, valid - 1), valid - 1)
     targets[:2] = torch.tensor(edges).view(2, 2)
-    if kind == "huge":  # the largest logit on either side, the target on either side, and equal ones
+    if kind == "huge":  # VC-05: the largest logit on either side, the target on either side, and equal ones
         logits = logits.sign() * 1e4
         logits[0, :, 0] = 2e4
         logits[1, :, valid - 1] = 2e4
@@ -104,7 +104,7 @@ def _guard(rank: int, world_size: int) -> Tensor:
     return vocab_parallel_cross_entropy(shard, targets, world_axis(rank, world_size), 50257)
 
 
-def test_targets_at_the_edges_of_a_padded_vocabulary() -> None:
+def test_targets_at_the_edges_of_a_padded_vocabulary() -> None:  # VC-01
     logits = random(4, 1, 50304, seed=1, dtype=torch.float32)
     targets = torch.tensor([0, 50304 // 2 - 1, 50304 // 2, 50256])
     wanted = F.cross_entropy(logits[:, 0, :50257], targets, reduction="none")

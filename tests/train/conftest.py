@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts import FAMILIES, STEPS, Flags, Trace, built, rate_of, steps
+from tests.layouts import FAMILIES, STEPS, Flags, built, rate_of, steps
 from tests.pool import run_distributed
 
 ReferenceRun = Callable[[str, str, int], Path]
@@ -38,6 +38,3 @@ def reference_run() -> Iterator[ReferenceRun]:
             return path
 
         yield run
-
-
-__all__ = ["ReferenceRun", "Trace"]

@@ -6,26 +6,25 @@ from pathlib import Path
 
 import pytest
 
-from tests.layouts import FAMILIES, Layout, logged, relative, train_all
+from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, logged, relative, train_all
 from tests.pool import run_distributed
 
 # A bf16 number has 8 bits: one rounding is 2^-9 of it at most.  Layouts round other partial sums (a product split
-# over tensor-parallel ranks is rounded before its parts are added), at random, so a mean over 320 tokens is apart by a
-# small part of one rounding.  Measured over 20 steps: 4e-4 of the loss, 6e-3 of the gradient norm.
-LOSS, NORM = 2**-9, 2**-6
+# over tensor-parallel ranks is rounded before its parts are added), at random, so a mean over 80 tokens is apart by a
+# small part of one rounding.  Measured over 20 steps: 2e-4 of the loss, 1.4e-2 of the gradient norm.
+LOSS, NORM = 2**-10, 2**-5
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_losses_fall_and_equal_one_process_within_rounding(family: str, tmp_path: Path) -> None:
-    flags = FAMILIES[family] | {"bf16": True, "train-iters": 20, "lr": 2e-3}
+@pytest.mark.parametrize("flags", [SMALL_GPT, SMALL_LLAMA], ids=["gpt", "llama"])
+def test_losses_fall_and_equal_one_process_within_rounding(flags: Flags, tmp_path: Path) -> None:
+    flags = flags | {"bf16": True, "train-iters": 20, "lr": 2e-3}
     runs = []
     for layout in (Layout(), Layout(tp=2, pp=2, sp=True)):
         path = tmp_path / f"{layout}.jsonl"
         run_distributed(train_all, layout.world_size, flags | {"metrics-file": str(path)}, layout)
         runs.append(logged(path, "lm_loss", "grad_norm"))
     alone, spread = runs
-    print(max(relative(a[0], b[0]) for a, b in zip(spread, alone)), max(relative(a[1], b[1]) for a, b in zip(spread, alone)), alone[-1], spread[-1])
     for (loss, norm), (expected_loss, expected_norm) in zip(spread, alone, strict=True):
         assert relative(loss, expected_loss) <= LOSS
         assert relative(norm, expected_norm) <= NORM
-    assert alone[-1][0] < 0.8 * alone[0][0]
+    assert alone[-1][0] < 0.85 * alone[0][0]

@@ -53,7 +53,7 @@ class Case:
     @property
     def micro_batch(self) -> int:
         """2, as T0 has it, unless a step has so many micro-batches that the case would become slow."""
-        return 2 if self.layout.dp * self.micro_batches <= 4 else 1
+        return 2 if self.layout.dp * self.micro_batches <= 2 else 1
 
     @property
     def global_batch(self) -> int:

@@ -42,6 +42,6 @@ def _beside_plain_loop(rank: int, world_size: int, family: str, flags: Flags) ->
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_training_equals_a_plain_loop(family: str, dtype: str, backend: str) -> None:
     flags = FAMILIES[family] | {"params-dtype": dtype, "lr": rate_of(dtype), "attention-backend": backend}
-    (found, names), = run_distributed(_beside_plain_loop, 1, family, flags)
+    ((found, names),) = run_distributed(_beside_plain_loop, 1, family, flags)
     assert set(found.names) == names
     found.check(**TOLERANCES[dtype])

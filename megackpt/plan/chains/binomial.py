@@ -8,6 +8,7 @@ that is just being worked on needs none.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from math import comb
 
 from megackpt.plan.chains.types import ChainPlan, InfeasibleBudget, Row
@@ -24,10 +25,9 @@ def repetitions(length: int, slots: int) -> int:
         raise ValueError(f"a chain of {length} stages with {slots} slots")
     if slots == 0 and length > 1:
         raise InfeasibleBudget(0, 1, "slots")
-    r = 0
-    while beta(slots, r) < length:
-        r += 1
-    return r
+    if length == 1:
+        return 0
+    return bisect_left(range(length), length, key=lambda r: beta(slots, r))  # r = length - 1 is enough for one slot
 
 
 def extra_advances(length: int, slots: int) -> int:

@@ -7,26 +7,31 @@ backward can be better; none of the trees here is such a one.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import gcd, inf
+from typing import TypeVar
 
 import numpy as np
 
 from megackpt.plan.chains.least import LeastBytes
 from megackpt.plan.chains.machine import run
-from megackpt.plan.chains.replay_table import Costs, ReplayTable
+from megackpt.plan.chains.replay_table import Costs, ReplayTable, cheapest
+from megackpt.plan.chains.subchains import Ints
 from megackpt.plan.chains.types import Chain, ChainPlan, InfeasibleBudget, Row
 
+P = TypeVar("P")
+
 _MOST_UNITS = 512
-_FEWEST_UNITS = 32
-_WORK = 2e9  # table entries looked at, in tens of seconds
+_FEWEST_UNITS = 64
+_WORK = 1e9  # table entries looked at: some seconds
 
 
 def heterogeneous(chain: Chain, budget: int, *, units: int | None = None) -> ChainPlan:
     """The plan with the least forward cost whose peak, chain input included, is at most ``budget`` bytes.
 
-    ``units``: count bytes in at most so many units of the budget, sizes rounded up.  Exact whenever a common divisor
-    of all sizes is at least that unit; else the plan may be a little worse than the best, and never exceeds the
-    budget.  Default: 512, fewer for hundreds of stages that are all different.  Raises InfeasibleBudget.
+    ``units``: count bytes in about so many units of the budget, sizes rounded up.  Exact whenever a common divisor of
+    all sizes is at least that unit; else the plan may be a little worse than the best, and never exceeds the budget.
+    Default: 512, fewer for hundreds of stages that are all different.  Raises InfeasibleBudget.
     """
     everything = ChainPlan.keep_all(len(chain))
     most = run(chain, everything).peak_bytes
@@ -36,9 +41,10 @@ def heterogeneous(chain: Chain, budget: int, *, units: int | None = None) -> Cha
     least = LeastBytes(chain) if free < 0 else None
     if least is None:
         unit = unit_for(chain, free, units)
-        spine = _Spine(chain, unit, free // unit)
-        if spine.costs[0, -1] < inf:
-            return spine.plan()
+        spine = _Spine(chain, unit, free // unit, spare_units(chain, unit, free))
+        found = best_fitting(spine.plan, lambda plan: run(chain, plan).peak_bytes <= budget, free // unit, spine.most)
+        if found is not None:
+            return found
         least = LeastBytes(chain)
     if least.spine[0] > free:
         raise InfeasibleBudget(budget, chain.input_bytes + int(least.spine[0]))
@@ -65,34 +71,58 @@ def size_divisor(chain: Chain) -> int:
     return gcd(*sizes)
 
 
+def spare_units(chain: Chain, unit: int, free: int) -> int:
+    """Rounding up wastes bytes, up to a unit per stage: so many more units may be planned with, if the plan's real
+    peak is looked at afterwards.  Nothing where units are exact."""
+    return 0 if size_divisor(chain) % unit == 0 else min(len(chain), free // unit // 4)
+
+
+def best_fitting(plan: Callable[[int], P | None], fits: Callable[[P], bool], certain: int, most: int) -> P | None:
+    """The plan for the most units, between ``certain`` (whose plan, if there is one, fits) and ``most``, that still
+    fits; by bisection."""
+    best, low, high = plan(certain), certain + 1, most
+    while low <= high:
+        middle = (low + high) // 2
+        found = plan(middle)
+        if found is None:
+            low = middle + 1
+        elif fits(found):
+            best, low = found, middle + 1
+        else:
+            high = middle - 1
+    return best
+
+
 class _Spine:
     """The forward pass: what it keeps and drops, replays priced by the table.  The loss comes after it, so there is no
     gradient yet, and its last stage is kept, being the first that the backward needs."""
 
-    def __init__(self, chain: Chain, unit: int, most: int) -> None:
+    def __init__(self, chain: Chain, unit: int, units: int, spare: int) -> None:
+        most = units + spare
         self.length, self.most = len(chain), most
         self.table = ReplayTable(chain, unit, most)
         self.costs: Costs = np.full((self.length, most + 1), inf)
+        self._after: Costs = np.full((self.length, most + 1), inf)  # with the output before it held
         for s in reversed(range(self.length)):
             self._row(s)
 
     def _row(self, s: int) -> None:
         table, row = self.table, self.costs[s]
         if s == self.length - 1:
-            row[int(table.units(table.needs.last[s])) :] = table.forward[s]
-            return
-        tape, need = int(table.tape[s]), self._keep_need(s)
-        if need <= self.most:
-            row[need:] = table.forward[s] + self.costs[s + 1, need - tape : self.most + 1 - tape]
-        least = table.units(table.needs.running_to(s, self.length - 2))
-        for k in range(s + 1, self.length):
-            output = int(table.output[k - 1])
-            start = max(int(least[k - 1 - s]), output)
-            if start <= self.most:
-                left = int(table.subs.ids[s, k - 1])
-                drop = table.running[left] + table.table[left, start:]
-                drop += self.costs[k, start - output : self.most + 1 - output]
-                np.minimum(row[start:], drop, out=row[start:])
+            need = np.maximum(table.needs.last[s], table.needs.taping[s])
+            row[int(table.units(need)) :] = table.forward[s]
+        else:
+            tape, need = int(table.tape[s]), self._keep_need(s)
+            if need <= self.most:
+                row[need:] = table.forward[s] + self.costs[s + 1, need - tape : self.most + 1 - tape]
+            left, right = table.subs.ids[s, s:-1], np.arange(s + 1, self.length)
+            np.minimum(row, cheapest(table.dropped, left, self._after, right, self._least_to_run(s)), out=row)
+        if s:
+            output = int(table.output[s - 1])
+            self._after[s, output:] = row[: max(0, self.most + 1 - output)]
+
+    def _least_to_run(self, s: int) -> Ints:
+        return self.table.units(self.table.needs.running_to(s, self.length - 2))
 
     def _keep_need(self, s: int) -> int:
         table = self.table
@@ -108,15 +138,17 @@ class _Spine:
             kept = table.forward[s] + self.costs[s + 1, free - int(table.tape[s])]
         left = table.subs.ids[s, s:-1]
         rest = free - table.output[s:-1]
-        drops = table.running[left] + table.table[left, free]
-        drops += self.costs[np.arange(s + 1, self.length), np.maximum(rest, 0)]
-        drops[(rest < 0) | (table.units(table.needs.running_to(s, self.length - 2)) > free)] = inf
+        drops: Costs = table.dropped[left, free] + self.costs[np.arange(s + 1, self.length), np.maximum(rest, 0)]
+        drops[(rest < 0) | (self._least_to_run(s) > free)] = inf
         best = int(drops.argmin())
         return 0 if kept <= drops[best] else best + 1
 
-    def plan(self) -> ChainPlan:
+    def plan(self, free: int) -> ChainPlan | None:
+        """The best plan for so many units; None if there is none."""
+        if self.costs[0, free] == inf:
+            return None
         rows: list[Row] = []
-        s, free = 0, self.most
+        s = 0
         while s < self.length:
             k = self._move(s, free)
             if k:

@@ -43,7 +43,7 @@ class LeastBytes:
     def _first_moves(self, s: int) -> Ints:
         """The same for the forward pass, from s to the end."""
         if s == self.length - 1:
-            return np.array([self.needs.last[s]])
+            return np.array([max(self.needs.last[s], self.needs.taping[s])])
         keep = max(self.needs.reverse[s], self.needs.taping[s], self.needs.tape[s] + self.spine[s + 1])
         after = self.needs.output[s:-1] + self.spine[s + 1 :]
         running = self.needs.running_to(s, self.length - 2)

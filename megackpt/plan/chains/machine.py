@@ -49,6 +49,7 @@ class Report:
 
     peak_bytes: int
     forward_peak_bytes: int  # until the loss
+    backward_peak_bytes: int  # from the loss on
     held_bytes: int  # when the forward has ended: what waits for the backward, the output included
     forwards: tuple[int, ...]  # how often each stage ran, its taping included
     replays: int  # how often a held state was taken up again
@@ -124,7 +125,7 @@ class _Machine:
         self.slots: dict[str, set[int]] = {RAM: set(), DISK: set()}
         self.tapes: dict[int, bool] = {}  # stage -> whether the tape holds the stage's output
         self.holders: Counter[int] = Counter({0: 2})  # state -> who holds it in RAM: the caller, and the working place
-        self.live = self.peak = chain.input_bytes
+        self.live = self.peak = chain.input_bytes  # the peak of this phase
         self.forward_peak = self.held = 0
         self.turned = False
         self.gradient = len(chain)  # the state whose gradient is there, once turned
@@ -221,6 +222,7 @@ class _Machine:
         self.need(self.working == end, f"turn: the chain's output is not the working state ({self.working})")
         self.forward_peak, self.held, self.turned = self.peak, self.live, True
         self.live += self.chain.gradient_bytes(end)
+        self.peak = 0
         self.touch()  # the loss still has the output
         self.work_on(None)
 
@@ -245,7 +247,7 @@ class _Machine:
         self.need(not left and not self.tapes, f"left behind: {', '.join(left)}")
         assert self.live == self.chain.input_bytes + self.chain.input_gradient_bytes
         return Report(
-            self.peak, self.forward_peak, self.held, tuple(self.forwards), self.replays,
-            self.most[RAM], self.most[DISK], self.writes, self.reads,
+            max(self.forward_peak, self.peak), self.forward_peak, self.peak, self.held,
+            tuple(self.forwards), self.replays, self.most[RAM], self.most[DISK], self.writes, self.reads,
             self.forward_cost, self.backward_cost, self.writes * write_cost + self.reads * read_cost,
         )  # fmt: skip

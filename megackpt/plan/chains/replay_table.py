@@ -22,6 +22,7 @@ from megackpt.plan.chains.subchains import Ints, Needs, SubChains
 from megackpt.plan.chains.types import Chain, Row
 
 Costs = NDArray[np.float64]
+_BLOCK = 1 << 15  # numbers
 
 
 class ReplayTable:
@@ -36,9 +37,7 @@ class ReplayTable:
         self.forward = np.array([s.forward_cost for s in chain.stages])
         self.tail = self.forward - np.array([s.spared_cost for s in chain.stages])
         self.table: Costs = np.full((self.subs.count, most + 1), inf)
-        self.running: Costs = np.zeros(self.subs.count)  # cost of running the sub-chain once
-        self._shifted: dict[tuple[int, int], int] = {}  # (sub-chain, units) -> row of _after
-        self._after: list[Costs] = []
+        self.dropped: Costs = np.full((self.subs.count, most + 1), inf)  # running it once, and T
         self._fill()
 
     def units(self, sizes: Ints) -> Ints:
@@ -46,18 +45,23 @@ class ReplayTable:
 
     def _fill(self) -> None:
         ids, length = self.subs.ids, len(self.chain)
-        after = np.full((length, length), -1, dtype=np.int64)  # row of _after that stands for T(k, t, m - output)
+        after = np.full((length, length), -1, dtype=np.int64)  # row of the pool that stands for T(k, t, m - output)
         pool = _Pool(self.most + 1)
         for distance, starts in self.subs.by_length():
-            for start in starts.tolist():
-                end = start + distance
-                self.running[ids[start, end]] = self.forward[start : end + 1].sum()
-                self._row(start, end, pool.rows, after)
-            for k in range(1, length - distance):
-                after[k, k + distance] = pool.shifted(self.table, int(ids[k, k + distance]), int(self.output[k - 1]))
+            for s in starts.tolist():
+                t = s + distance
+                row = self.table[ids[s, t]]
+                self._keep(s, t, row)
+                if distance:
+                    np.minimum(row, cheapest(self.dropped, ids[s, s:t], pool.rows, after[s + 1 : t + 1, t],
+                                             self.least_to_run(s, t)), out=row)  # fmt: skip
+                self.dropped[ids[s, t]] = row + self.forward[s : t + 1].sum()
+            ends = np.arange(1 + distance, length)
+            after[ends - distance, ends] = pool.shifted(
+                self.table, ids[ends - distance, ends], self.output[ends - distance - 1]
+            )
 
-    def _row(self, s: int, t: int, rows: Costs, after: Ints) -> None:
-        row = self.table[self.subs.ids[s, t]]
+    def _keep(self, s: int, t: int, row: Costs) -> None:
         need = int(self.units(np.array(self.needs.keep(s, t))))
         if s == t:
             row[need:] = self.tail[s]
@@ -66,22 +70,17 @@ class ReplayTable:
         need = max(need, tape)
         if need <= self.most:
             row[need:] = self.forward[s] + self.table[self.subs.ids[s + 1, t], need - tape : self.most + 1 - tape]
-        left = self.subs.ids[s, s:t]
-        drops = self.table[left]
-        drops += self.running[left, None]
-        drops += rows[after[s + 1 : t + 1, t]]
-        least = self.units(self.needs.running_to(s, t - 1) + self.needs.gradient[t])
-        narrow = min(int(least[-1]), self.most + 1)
-        drops[:, :narrow][np.arange(narrow) < least[:, None]] = inf
-        np.minimum(row, drops.min(axis=0), out=row)
+
+    def least_to_run(self, s: int, t: int) -> Ints:
+        """Units that running s ... k-1 needs while the gradient of t's output is there; element k - s - 1."""
+        return self.units(self.needs.running_to(s, t - 1) + self.needs.gradient[t])
 
     def drop_costs(self, s: int, t: int, free: int) -> Costs:
         """Of dropping s ... k-1 in the replay of s ... t, element k - s - 1."""
         left, right = self.subs.ids[s, s:t], self.subs.ids[s + 1 : t + 1, t]
         rest = free - self.output[s:t]
-        costs = self.running[left] + self.table[left, free] + self.table[right, np.maximum(rest, 0)]
-        least = self.units(self.needs.running_to(s, t - 1) + self.needs.gradient[t])
-        costs[(rest < 0) | (least > free)] = inf
+        costs: Costs = self.dropped[left, free] + self.table[right, np.maximum(rest, 0)]
+        costs[(rest < 0) | (self.least_to_run(s, t) > free)] = inf
         return costs
 
     def move(self, s: int, t: int, free: int) -> int:
@@ -113,18 +112,36 @@ class ReplayTable:
         return rows
 
 
+def cheapest(dropped: Costs, left: Ints, after: Costs, right: Ints, least: Ints) -> Costs:
+    """Over all ways to drop first, the least cost for every number of units: ``dropped[left[i]] + after[right[i]]``
+    where there are ``least[i]`` (never falling) units.  In blocks that fit a cache."""
+    width = dropped.shape[1]
+    best: Costs = np.full(width, inf)
+    block = max(1, _BLOCK // width)
+    for at in range(0, len(left), block):
+        costs = dropped.take(left[at : at + block], axis=0)
+        costs += after.take(right[at : at + block], axis=0)
+        needed = least[at : at + block]
+        narrow = min(int(needed[-1]), width)
+        costs[:, :narrow][np.arange(narrow) < needed[:, None]] = inf
+        np.minimum(best, costs.min(axis=0), out=best)
+    return best
+
+
 class _Pool:
-    """Rows of the table moved to the right, each made once; grows by doubling."""
+    """Rows of a table moved to the right, each made once; grows by doubling."""
 
     def __init__(self, width: int) -> None:
         self.rows: Costs = np.full((64, width), inf)
-        self._known: dict[tuple[int, int], int] = {}
+        self._used = 0
 
-    def shifted(self, table: Costs, row: int, units: int) -> int:
-        place = self._known.get((row, units))
-        if place is None:
-            place = self._known[row, units] = len(self._known)
-            if place == len(self.rows):
-                self.rows = np.concatenate([self.rows, np.full_like(self.rows, inf)])
-            self.rows[place, units:] = table[row, : max(0, self.rows.shape[1] - units)]
-        return place
+    def shifted(self, table: Costs, rows: Ints, units: Ints) -> Ints:
+        """Places of the given rows moved by so many units.  A row is asked for in one call only (equal sub-chains are
+        equally long)."""
+        keys, inverse = np.unique(np.stack([rows, units]), axis=1, return_inverse=True)
+        start, self._used = self._used, self._used + keys.shape[1]
+        while self._used > len(self.rows):
+            self.rows = np.concatenate([self.rows, np.full_like(self.rows, inf)])
+        for place, (row, shift) in enumerate(keys.T.tolist(), start):
+            self.rows[place, shift:] = table[row, : max(0, self.rows.shape[1] - shift)]
+        return start + inverse.reshape(-1)

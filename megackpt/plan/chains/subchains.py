@@ -64,7 +64,7 @@ class Needs:
         transient = np.array([s.forward_transient for s in stages], dtype=np.int64)
         during = tail + self.gradient + input_gradient + backward
         self.reverse = np.maximum(np.maximum(during, tail + self.gradient), input_gradient)
-        self.last = np.maximum(self.reverse, self.tape + np.maximum(taping, self.gradient))  # the loss reads its output
+        self.last = np.maximum(self.reverse, self.tape + self.gradient)  # the loss reads its output
         self.taping = self.tape + taping
         self.tail_taping = tail + taping
         self.running = self.output + transient

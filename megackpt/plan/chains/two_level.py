@@ -5,8 +5,8 @@ The recursion of H-Revolve (Herrmann & Pallez 2020).  With the segment's input i
     best(l, d) = min(ram(l), write + on_disk(l, d))             ram(l) = t(l, c), binomial
     on_disk(l, d) = min(ram(l), min over k of k + best(l-k, d-1) + read + on_disk(k, d))
 
-A segment that leaves the disk for RAM does not come back to it, so all c slots are free for it.  Among plans of equal
-cost the one with the fewest transfers is taken.
+A segment that leaves the disk for RAM does not come back to it, so all c slots are free for it.  Where several k cost
+the same, the largest is taken: how a cost splits into advances and transfers depends on that.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def two_level(length: int, ram: int, disk: int, write_cost: float, read_cost: fl
 
 
 class _TwoLevel:
-    """Tables by [disk slots left, length]: cost, and transfers of the cheapest as the tie-break."""
+    """Tables by [disk slots left, length]."""
 
     def __init__(self, length: int, ram: int, disk: int, write: float, read: float) -> None:
         self.length, self.ram_slots, self.disk = length, ram, disk
@@ -43,24 +43,21 @@ class _TwoLevel:
             self.ram[n] = extra_advances(n, ram) if ram or n == 1 else inf
         shape = (disk + 1, length + 1)
         self.best: Costs = np.tile(self.ram, (disk + 1, 1))
-        self.moved = np.zeros(shape, dtype=np.int64)
-        self.split = np.zeros((disk + 1, length + 1), dtype=np.int64)  # first advance of an input on disk; 0: in RAM
         self.written = np.zeros(shape, dtype=bool)
+        self.split = np.zeros(shape, dtype=np.int64)  # first advance of an input on disk; 0: it goes on in RAM
         for d in range(1, disk + 1):
             self._fill(d, write, read)
 
     def _fill(self, d: int, write: float, read: float) -> None:
-        cost: Costs = self.ram.copy()
-        moved = np.zeros(self.length + 1, dtype=np.int64)
+        on_disk: Costs = self.ram.copy()
         for n in range(2, self.length + 1):
-            k = np.arange(1, n)
-            costs = k + self.best[d - 1, n - k] + read + cost[k]
-            transfers = self.moved[d - 1, n - k] + 1 + moved[k]
-            place = int(np.lexsort((transfers, _rounded(costs)))[0])
-            if _rounded(costs[place]) < _rounded(cost[n]):
-                cost[n], moved[n], self.split[d, n] = costs[place], transfers[place], k[place]
-            if _rounded(write + cost[n]) < _rounded(self.ram[n]):
-                self.best[d, n], self.moved[d, n], self.written[d, n] = write + cost[n], moved[n] + 1, True
+            k = np.arange(n - 1, 0, -1)
+            costs = k + self.best[d - 1, n - k] + read + on_disk[k]
+            place = int(_rounded(costs).argmin())
+            if _rounded(costs[place]) < _rounded(on_disk[n]):
+                on_disk[n], self.split[d, n] = costs[place], k[place]
+        self.best[d] = np.minimum(self.ram, write + on_disk)
+        self.written[d] = _rounded(write + on_disk) < _rounded(self.ram)
 
     def rows(self) -> list[Row]:
         rows: list[Row] = []

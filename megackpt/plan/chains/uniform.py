@@ -72,5 +72,5 @@ def _choice(layers: int, groups: int, input_bytes: int, layer_bytes: int, in_fli
 
 def _candidates(layers: int) -> list[int]:
     """Numbers of groups worth a look: for every group size the fewest groups that reach it."""
-    small = range(1, isqrt(layers) + 1)
-    return sorted({*small, *(-(-layers // g) for g in small), layers})
+    small = range(1, isqrt(layers) + 2)
+    return sorted({c for g in small for c in (g, -(-layers // g)) if c <= layers})

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from megackpt.recompute.handle import version_of
@@ -39,10 +38,10 @@ class Tier(Protocol):
 
 
 def flat_storage(tensor: Tensor) -> Tensor:
-    """The whole storage of ``tensor`` as a flat tensor of its type, without history."""
-    storage = tensor.untyped_storage()
-    count = storage.nbytes() // tensor.element_size()
-    return torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, 0, (count,), (1,))
+    """The whole storage of ``tensor`` as a flat tensor of its type, without history.  A view, so that it has the
+    tensor's own version counter and a later change is seen."""
+    count = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return tensor.detach().as_strided((count,), (1,), 0)
 
 
 class Stored(Producer):

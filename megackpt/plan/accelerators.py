@@ -1,0 +1,129 @@
+"""A small table of accelerators: memory, peaks, bandwidths, each figure with its source.  JSON in and out.
+
+Peaks are dense (a sparse figure is twice as large and halves every MFU).  Achievable fractions are planning values:
+measure your own machine with ``megackpt calibrate`` and give its file instead.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+GIB = 2**30
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Machine:
+    """One accelerator and what it is connected to.  Bandwidths are bytes per second in one direction."""
+
+    name: str
+    memory_bytes: int
+    peak_flops: Mapping[str, float]  # dense, by number format (bf16, fp32, fp64)
+    hbm_bytes_per_s: float
+    tp_bytes_per_s: float  # bus bandwidth of a collective inside a node
+    node_bytes_per_s: float  # between nodes, per accelerator
+    host_bytes_per_s: float
+    cores: int  # of the host, per accelerator
+    per_node: int = 8
+    gemm_fraction: float = 0.55
+    hbm_fraction: float = 0.75
+    core_fraction: float = 0.6  # of gemm_fraction, for the attention core
+    latency_s: float = 10e-6
+    context_bytes: int = 0  # of the driver, outside the allocator
+    communicator_bytes: int = 0  # per process group
+    margin_bytes: int = 0  # fragmentation and what nobody counted
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name in ("memory_bytes", "hbm_bytes_per_s", "tp_bytes_per_s", "node_bytes_per_s", "host_bytes_per_s"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{self.name}: {name} must be above 0, got {getattr(self, name)}")
+        for name in ("gemm_fraction", "hbm_fraction", "core_fraction"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{self.name}: {name} must be above 0 and at most 1, got {getattr(self, name)}")
+
+    def flops_per_s(self, act_bytes: int) -> float:
+        """Achievable in products of numbers of so many bytes.  Raises ValueError where no peak is known."""
+        kind = {2: "bf16", 4: "fp32", 8: "fp64"}[act_bytes]
+        if kind not in self.peak_flops:
+            raise ValueError(f"{self.name} has no peak for {kind}; known: {', '.join(sorted(self.peak_flops))}")
+        return self.peak_flops[kind] * self.gemm_fraction
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> Machine:
+        """Raises TypeError on an unknown or missing field."""
+        return Machine(**data)
+
+
+def machine_named(name: str) -> Machine:
+    """A row of the table by name, or the machine in a JSON file.  Raises ValueError when it is neither."""
+    if name in MACHINES:
+        return MACHINES[name]
+    path = Path(name)
+    if path.suffix == ".json" and path.is_file():
+        return Machine.from_json(json.loads(path.read_text(encoding="utf-8")))
+    raise ValueError(f"machine {name!r} is neither one of {', '.join(MACHINES)} nor a JSON file of `calibrate`")
+
+
+_PLANNED = {
+    "memory_bytes": "total memory as nvidia-smi reports it",
+    "gemm_fraction": "planning value: large bf16 products reach 50 to 70 % of the dense peak",
+    "hbm_fraction": "planning value: streaming kernels reach 70 to 85 %",
+    "tp_bytes_per_s": "planning value: 80 % of one direction of the NVLink generation",
+    "node_bytes_per_s": "one 200 Gb/s (A100) or 400 Gb/s (H100 and later) port per accelerator, at 80 %",
+    "host_bytes_per_s": "PCIe generation 4 x16 (A100) or 5 x16, at about 65 %",
+    "context_bytes": "typical CUDA context with NCCL and cuBLAS loaded",
+    "communicator_bytes": "typical NCCL buffers of one communicator",
+    "margin_bytes": "2 % of memory for fragmentation",
+}
+
+
+def _nvidia(
+    name: str, mib: int, peaks: Mapping[str, float], hbm: float, nvlink: float, port: float, pcie: float, source: str
+) -> Machine:
+    memory_bytes = mib * MIB
+    return Machine(
+        name,
+        memory_bytes,
+        peaks,
+        hbm,
+        tp_bytes_per_s=0.8 * nvlink / 2,
+        node_bytes_per_s=0.8 * port / 8,
+        host_bytes_per_s=pcie,
+        cores=16,
+        context_bytes=600 * MIB,
+        communicator_bytes=128 * MIB,
+        margin_bytes=memory_bytes // 50,
+        sources=_PLANNED | dict.fromkeys(("peak_flops", "hbm_bytes_per_s"), source),
+    )
+
+
+_A100 = {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
+_H100 = {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}
+_SHEET = "NVIDIA {} data sheet, dense figures"
+
+MACHINES: dict[str, Machine] = {
+    m.name: m
+    for m in (
+        _nvidia("a100-40gb", 40960, _A100, 1.555e12, 600e9, 200e9, 20e9, _SHEET.format("A100 (SXM4 40 GB)")),
+        _nvidia("a100-80gb", 81920, _A100, 2.039e12, 600e9, 200e9, 20e9, _SHEET.format("A100 (SXM4 80 GB)")),
+        _nvidia("h100-80gb", 81559, _H100, 3.35e12, 900e9, 400e9, 40e9, _SHEET.format("H100 (SXM5)")),
+        _nvidia("h200-141gb", 143771, _H100, 4.8e12, 900e9, 400e9, 40e9, _SHEET.format("H200 (SXM5)")),
+        _nvidia(
+            "b200-180gb", 183359, {"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12}, 7.7e12, 1800e9, 400e9, 40e9,
+            _SHEET.format("DGX B200 (per GPU)"),
+        ),
+        Machine(
+            "cpu", 16 * GIB, {"bf16": 2e9, "fp32": 5e10, "fp64": 2.5e10}, 1e10, 2e9, 1e9, 1e10, 1,
+            per_node=1, gemm_fraction=0.8, latency_s=5e-5,
+            sources={"all": "one core of an AVX2 server, order of magnitude; measure with `megackpt calibrate`"},
+        ),
+    )
+}  # fmt: skip

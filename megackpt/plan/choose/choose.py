@@ -1,0 +1,218 @@
+"""Chooses what to keep for a whole training step, and says what that costs.
+
+Stages are solved one by one, exactly; then the schedule's real lists are simulated with the result.  No replay is
+left that a stage's room would spare: of all mixtures that fit, `stage.solve` takes the one that replays least, also
+on stages that do not set the pace.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megackpt.plan.choose.flags import best_policy, flag_policies
+from megackpt.plan.choose.knapsack import Table
+from megackpt.plan.choose.pareto import Item, group_items, layer_items
+from megackpt.plan.choose.problem import Counts, DoesNotFit, Pick, Problem
+from megackpt.plan.choose.split import improved, least_period
+from megackpt.plan.choose.stage import solve, with_offload, with_slots
+from megackpt.plan.decision import (
+    KEEP,
+    OFFLOAD_HOST,
+    ChunkPlan,
+    Decision,
+    Group,
+    Plan,
+    SaveSet,
+)
+from megackpt.plan.policies import chunk_plan, full_layer
+from megackpt.plan.simulate import Timeline
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the choice may use.  Everything is off that the trainer may be unable to run."""
+
+    split: bool = False  # other numbers of layers per stage
+    slots: bool = False  # keep more for some of the micro-batches in flight
+    offload: bool = False  # host memory
+    groups: bool = True  # groups of layers replayed as one, where nothing else fits
+    keep_gathered: bool = True
+
+
+DEFAULTS = Options()
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The outcome: what each stage keeps, the simulated step, and the same step without any replay."""
+
+    problem: Problem
+    counts: Counts
+    picks: tuple[Pick, ...]
+    timeline: Timeline
+    baseline_seconds: float  # of the problem's own division, keeping everything whether it fits or not
+    name: str
+
+    @property
+    def step_seconds(self) -> float:
+        return self.timeline.step_seconds
+
+    @property
+    def overhead(self) -> float:
+        """Step time over the baseline, less one."""
+        return self.step_seconds / self.baseline_seconds - 1
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the first slot; `slot_plans` has all."""
+        return self.slot_plans()[0]
+
+    def slot_plans(self) -> tuple[Plan, ...]:
+        """A plan per slot; a stage with fewer slots repeats its own."""
+        count = max(len(pick.slots) for pick in self.picks)
+        return tuple(
+            plan_of(self.counts, [p.slots[slot % len(p.slots)] for p in self.picks], self.name) for slot in range(count)
+        )
+
+
+def choose(problem: Problem, options: Options = DEFAULTS, items: Sequence[Item] | Table | None = None) -> Choice:
+    """The fastest plan within the budget.  ``items``: the ways to treat a layer, or a table of them that
+    was used before; None takes all Pareto save-sets.
+
+    Never slower than the best of the recompute flags on all stages alike.  Raises DoesNotFit.
+    """
+    chooser = _Chooser(problem, options, items)
+    counts, picks, name = chooser.result()
+    timeline = problem.timeline(counts, picks)
+    return Choice(problem, counts, picks, timeline, problem.step_seconds(problem.division, None), name)
+
+
+class _Chooser:
+    def __init__(self, problem: Problem, options: Options, items: Sequence[Item] | Table | None) -> None:
+        self.problem, self.options = problem, options
+        if items is None:
+            items = layer_items(problem.pricing, options.keep_gathered)
+        self.table = items if isinstance(items, Table) else Table(items)
+        self.solved: dict[tuple[int, tuple[int, ...]], Pick | None] = {}
+
+    @cached_property
+    def grouped(self) -> Table:
+        """The items and groups of layers; made where no save-sets fit."""
+        largest = 2 * max(count for stage in self.problem.division for count in stage)
+        return Table([*self.table.items, *group_items(self.problem.pricing, range(2, largest + 1))])
+
+    def result(self) -> tuple[Counts, tuple[Pick, ...], str]:
+        counts = self.problem.division
+        if self.options.split:
+            counts = self._divided() or counts
+        picks = self._picks(counts)
+        name = "per stage and chunk" if self.problem.chunks > 1 else "per stage"
+        best = self.problem.step_seconds(counts, picks)
+        if self.options.slots and self.problem.chunks == 1:
+            picks, best = self._slotted(counts, picks, best)
+        policies = flag_policies(self.problem.pricing, max(map(max, counts)), groups=False)
+        flags = best_policy(self.problem, policies, counts)
+        if flags is not None and flags.step_seconds < best:
+            return counts, flags.picks, f"flags: {flags.name}"
+        return counts, picks, name
+
+    def solve(self, stage: int, layers: tuple[int, ...]) -> Pick | None:
+        """The best pick of one stage; groups of layers only where no save-sets fit."""
+        key = (stage, layers)
+        if key not in self.solved:
+            pick = solve(self.problem, self.table, stage, layers)
+            if self.options.offload and len(layers) == 1:
+                away = with_offload(self.problem, self.table, stage, layers[0])
+                pick = away if away is not None and (pick is None or _total(away) < _total(pick)) else pick
+            if pick is None and self.options.groups:
+                pick = solve(self.problem, self.grouped, stage, layers)
+            self.solved[key] = pick
+        return self.solved[key]
+
+    def _picks(self, counts: Counts) -> tuple[Pick, ...]:
+        picks = []
+        for stage, layers in enumerate(counts):
+            pick = self.solve(stage, layers)
+            if pick is None:
+                raise DoesNotFit(self._short(stage, layers))
+            picks.append(pick)
+        return tuple(picks)
+
+    def _short(self, stage: int, layers: tuple[int, ...]) -> str:
+        problem = self.problem
+        state = problem.state_bytes(stage, sum(layers))
+        table = self.grouped if self.options.groups else self.table
+        needs = []
+        for cap in table.caps(max(layers)):
+            fronts = table.under(cap)
+            if all(len(fronts[count]) for count in layers):
+                lean = [int(fronts[count].bytes[0]) for count in layers]
+                held = int((problem.rows[stage] @ lean - problem.room(stage, sum(layers), cap)).max())
+                needs.append(held + problem.budget_bytes)
+        return (
+            f"stage {stage} needs at least {min(needs):,} bytes with {sum(layers)} layers ({state:,} of them state), "
+            f"the budget is {problem.budget_bytes:,}"
+        )
+
+    def _divided(self) -> Counts | None:
+        """The better of what the even division and the least period lead to; None if neither fits."""
+        starts = [self.problem.division, least_period(self.problem, self.solve)]
+        ends = [improved(self.problem, self.solve, start) for start in starts if start is not None]
+        counts, seconds = min(ends, key=lambda end: end[1])
+        return counts if seconds < float("inf") else None
+
+    def _slotted(self, counts: Counts, picks: tuple[Pick, ...], best: float) -> tuple[tuple[Pick, ...], float]:
+        """Slots on every stage on which they make the simulated step shorter."""
+        for stage, (layers,) in enumerate(counts):
+            if picks[stage].host_bytes:
+                continue
+            pick = with_slots(self.problem, self.table, stage, layers)
+            if pick is not None:
+                tried = (*picks[:stage], pick, *picks[stage + 1 :])
+                seconds = self.problem.step_seconds(counts, tried)
+                if seconds < best:
+                    picks, best = tried, seconds
+        return picks, best
+
+
+def _total(pick: Pick) -> int:
+    return sum(map(sum, pick.replay_ps))
+
+
+def plan_of(counts: Counts, stages: Sequence[Sequence[Sequence[Item]]], name: str) -> Plan:
+    """The plan for items by [stage][chunk]; layers are numbered through the model."""
+    first = 0
+    made: dict[tuple[int, int], ChunkPlan] = {}
+    for chunk in range(len(counts[0])):
+        for stage, layers in enumerate(counts):
+            made[stage, chunk] = _chunk_plan(range(first, first + layers[chunk]), stages[stage][chunk])
+            first += layers[chunk]
+    chunks = range(len(counts[0]))
+    return Plan(tuple(tuple(made[stage, chunk] for chunk in chunks) for stage in range(len(counts))), name)
+
+
+def _chunk_plan(layers: range, items: Sequence[Item]) -> ChunkPlan:
+    sets = dict(chunk_plan(layers, granularity="free").save_sets)  # for the ends
+    groups = []
+    place = layers.start
+    for item in items:
+        if item.save_set is None:
+            groups.append(Group(place, place + item.layers - 1))
+        save_set = item.save_set or full_layer("layer-input")
+        for layer in range(place, place + item.layers):
+            sets[f"layers.{layer}"] = _away(save_set) if item.host_bytes else save_set
+        place += item.layers
+    return ChunkPlan(sets, tuple(groups))
+
+
+def _away(save_set: SaveSet) -> SaveSet:
+    """The same, in host memory."""
+
+    def moved(decision: Decision) -> Decision:
+        output = OFFLOAD_HOST if decision.output == KEEP else decision.output
+        internals = OFFLOAD_HOST if decision.internals == KEEP else decision.internals
+        return Decision(output, internals, decision.masks)
+
+    return SaveSet({name: moved(d) for name, d in save_set.decisions.items()}, moved(save_set.default))

@@ -1,0 +1,199 @@
+"""The choice for a model on a machine: closed-form or measured profiles priced as our engine runs them.
+
+`problem_of` bounds a stage's bytes from above (all that is kept, plus the most that any one layer adds for a moment).
+The prediction walks the real lists and knows better: kept tensors go while backward rebuilds others.  A second pass
+gives each stage the bytes that the prediction finds left over, as long as the prediction stays within the budget.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from megackpt.plan.accelerators import Machine
+from megackpt.plan.choose.choose import DEFAULTS, Choice, Options, choose
+from megackpt.plan.choose.knapsack import Table
+from megackpt.plan.choose.pareto import layer_items
+from megackpt.plan.choose.prices import replay_seconds
+from megackpt.plan.choose.problem import Counts, End, Problem
+from megackpt.plan.chunk import ChunkModel
+from megackpt.plan.decision import ChunkPlan, Group, SaveSet
+from megackpt.plan.demand import present_steps
+from megackpt.plan.kept import kept_bytes, replay
+from megackpt.plan.live import Layer, backward_span, forward_span
+from megackpt.plan.numbers import Layout, ModelNumbers
+from megackpt.plan.parameters import embedding_parameters, head_parameters, layer_parameters, state_bytes
+from megackpt.plan.policies import chunk_plan, full_layer
+from megackpt.plan.predict import Prediction, predict
+from megackpt.plan.profile import LayerProfile, Profile, profile
+from megackpt.plan.seconds import StepClock
+from megackpt.plan.steps import BLOCK, BLOCK_NAMES, GATHERS
+
+SECOND_PASSES = 3
+# Messages alive beside activations: one posted ahead per direction, one sent that has not left.
+MESSAGES = 3
+
+
+@dataclass(frozen=True)
+class EnginePrices:
+    """A layer's prices as our engine runs it (`LayerPricing`)."""
+
+    made: Profile
+    clock: StepClock
+    shared_gathers: bool = True
+
+    @property
+    def block(self) -> LayerProfile:
+        return self.made.block
+
+    @cached_property
+    def forward_seconds(self) -> float:
+        return self.clock.layer_forward(self.block)
+
+    @cached_property
+    def backward_seconds(self) -> float:
+        return self.clock.layer_backward(self.block)
+
+    @cached_property
+    def weight_seconds(self) -> float:
+        return self.clock.layer_weights(self.block)
+
+    @cached_property
+    def absent(self) -> tuple[str, ...]:
+        return tuple(name for name in BLOCK_NAMES if name not in self.block.names)
+
+    @cached_property
+    def _seconds(self) -> dict[str, float]:
+        return {step.name: self.clock.forward(step) for step in self.block.steps}
+
+    def kept_bytes(self, save_set: SaveSet) -> int:
+        return kept_bytes(self.block, save_set)
+
+    def transient_bytes(self, save_set: SaveSet) -> int:
+        """Of the layer's backward with the gradient it starts from, or of its forward, whichever is more."""
+        return _transient(self.block, save_set, self.made.boundary_bytes)
+
+    def forward_transient_bytes(self) -> int:
+        return 0  # counted by `transient_bytes`
+
+    def replay_seconds(self, save_set: SaveSet) -> float:
+        names = replay(self.block, save_set).steps
+        return replay_seconds(present_steps(BLOCK, self.absent), self._seconds, names, self.shared_gathers)
+
+    def group(self, layers: int) -> tuple[int, int, float]:
+        """A group replayed at once keeps its gathered tensors, so its backward does not gather again."""
+        sets = {f"layers.{k}": full_layer("layer-input") for k in range(layers)}
+        plan = ChunkPlan(sets, (Group(0, layers - 1),))
+        model = ChunkModel(self.made, plan, range(layers), first=False, last=False, t=self.clock.t)
+        peak = max(model.forward().peak, model.backward().peak) + 2 * self.made.boundary_bytes
+        spared = sum(self._seconds.get(name, 0.0) for name in ("mlp.down", "mlp.reduce", "mlp.residual"))
+        gathers = sum(self._seconds.get(name, 0.0) for name in GATHERS)
+        return self.block.input_bytes, peak, layers * (self.forward_seconds - gathers) - spared
+
+
+def _transient(layer: LayerProfile, save_set: SaveSet, boundary: int) -> int:
+    """Most bytes above what the layer keeps; the gradient it starts from, and one message more, included."""
+    spans = Layer(layer, save_set)
+    kept = kept_bytes(layer, save_set) - layer.input_bytes
+    return max(forward_span(spans).peak - kept, backward_span(spans).peak + 2 * boundary)
+
+
+def problem_of(
+    model: ModelNumbers, layout: Layout, machine: Machine, budget_bytes: int, made: Profile | None = None
+) -> Problem:
+    """The numbers of ``layout`` on ``machine``.  The budget is all of a rank's memory: state, communicators, the
+    driver's context and the margin are paid from it."""
+    made = profile(model, layout) if made is None else made
+    pricing = EnginePrices(made, StepClock(machine, layout.act_bytes, layout.t))
+    groups = sum(size > 1 for size in (layout.t, layout.d * layout.c)) + 2 * (layout.p > 1)
+    own_matrix = not (model.tied and layout.p * layout.v == 1)
+    states = [
+        state_bytes(count.total, layout).total
+        for count in (
+            embedding_parameters(model, layout.t),
+            head_parameters(model, layout.t, own_matrix=own_matrix),
+            layer_parameters(model, layout.t),
+        )
+    ]
+    return Problem(
+        pricing,
+        layers=sum(len(chunk) for stage in layout.pieces for chunk in stage),
+        stages=layout.p,
+        micro_batches=layout.n,
+        budget_bytes=budget_bytes,
+        chunks=layout.v,
+        schedule=layout.schedule,
+        counts=tuple(tuple(len(chunk) for chunk in stage) for stage in layout.pieces),
+        first=_end(pricing, made.embedding, states[0]),
+        last=_end(pricing, made.head, states[1]),
+        layer_state_bytes=states[2] + 1,  # shards of the optimizer are rounded up, per stage and not per layer
+        base_bytes=machine.communicator_bytes * groups
+        + machine.context_bytes
+        + machine.margin_bytes
+        + MESSAGES * made.boundary_bytes * (layout.p > 1),
+        transfer_seconds=pricing.clock.send(made.boundary_bytes),
+        host_bytes_per_s=machine.host_bytes_per_s,
+    )
+
+
+def _end(pricing: EnginePrices, layer: LayerProfile, state: int) -> End:
+    save_set = chunk_plan(range(0), granularity="free").save_sets[layer.kind]
+    clock = pricing.clock
+    tail = layer["head.loss"].held_bytes // 8 if layer.kind == "head" else 0  # which tokens count
+    return End(
+        kept_bytes=kept_bytes(layer, save_set) + tail,
+        transient_bytes=_transient(layer, save_set, pricing.made.boundary_bytes) + layer.steps[-1].output_bytes,
+        forward_seconds=clock.layer_forward(layer),
+        backward_seconds=clock.layer_backward(layer),
+        weight_seconds=clock.layer_weights(layer),
+        state_bytes=state + 1,
+    )
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A choice, and what the predictor says of it."""
+
+    choice: Choice
+    layout: Layout  # with the layers as chosen
+    prediction: Prediction
+
+
+def choose_for(
+    model: ModelNumbers,
+    layout: Layout,
+    machine: Machine,
+    budget_bytes: int | None = None,
+    options: Options = DEFAULTS,
+    made: Profile | None = None,
+) -> Chosen:
+    """The fastest plan of a model within ``budget_bytes`` of each rank's memory (None: the machine's), its bytes as
+    predicted.  Raises DoesNotFit."""
+    budget = machine.memory_bytes if budget_bytes is None else budget_bytes
+    made = profile(model, layout) if made is None else made
+    problem = problem_of(model, layout, machine, budget, made)
+    table = Table(layer_items(problem.pricing, options.keep_gathered))
+    best = _predicted(model, layout, machine, made, choose(problem, options, table))
+    spare = [max(0, budget - stage.total_bytes) for stage in best.prediction.stages]
+    for _ in range(SECOND_PASSES):
+        if not any(any(map(sum, pick.replay_ps)) for pick in best.choice.picks) or options.slots or options.offload:
+            break
+        fixed = replace(problem, spare_bytes=tuple(spare), counts=best.choice.counts)
+        tried = _predicted(model, layout, machine, made, choose(fixed, replace(options, split=False), table))
+        over = [stage.total_bytes > budget for stage in tried.prediction.stages]
+        if not any(over):
+            if tried.choice.step_seconds < best.choice.step_seconds:
+                choice = replace(tried.choice, baseline_seconds=best.choice.baseline_seconds)
+                best = replace(tried, choice=choice)
+            break
+        spare = [size // 2 if bad else size for size, bad in zip(spare, over, strict=True)]
+    return best
+
+
+def _predicted(model: ModelNumbers, layout: Layout, machine: Machine, made: Profile, choice: Choice) -> Chosen:
+    placed = replace(layout, pieces=_pieces(choice.counts))
+    return Chosen(choice, placed, predict(model, placed, choice.plan, machine, made=made))
+
+
+def _pieces(counts: Counts) -> tuple[tuple[range, ...], ...]:
+    return Layout.of_counts(counts).pieces

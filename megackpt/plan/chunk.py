@@ -1,0 +1,229 @@
+"""Forward and backward of one chunk: the ends, the layers, and groups of layers that are replayed as one step.
+
+A group keeps its input alone.  At the first demand of its backward its forward runs again: keeping everything at once,
+or, where the plan goes on inside it, by its inner groups and save-sets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from megackpt.plan.decision import KEEP, REPLAY, SHARD, ChunkPlan, Decision, Group, SaveSet, group_at
+from megackpt.plan.kept import kept_bytes
+from megackpt.plan.live import Clock, Layer, Span, backward_span, forward_span
+from megackpt.plan.profile import LayerProfile, Profile
+
+_INSIDE = SaveSet({}, Decision(masks=REPLAY))  # what a group's replay at once keeps: all but masks
+_LAST = "mlp.residual"
+_LAST_SAVED = "mlp.down"  # a group's replay ends where this step has saved its input
+
+
+@dataclass
+class ChunkModel:
+    """Spans of one chunk, each computed once per save-set.
+
+    ``watched``: gradients are added out of place, as under a dispatch mode (``observe.memory_tracker``).
+    """
+
+    profile: Profile
+    plan: ChunkPlan
+    layers: range
+    first: bool
+    last: bool
+    t: int = 1
+    watched: bool = False
+    _spans: dict[tuple[object, ...], Span] = field(default_factory=dict)
+
+    # -- the chunk -----------------------------------------------------------------------------------------------
+
+    def forward(self) -> Span:
+        """Nothing of the chunk is alive at the start, though a received input is counted at once; at the end what is
+        kept, and on a chunk that is not the last its output."""
+        clock = Clock()
+        clock.live += 0 if self.first else self.profile.boundary_bytes
+        clock.touch(0, "forward")
+        if self.first:
+            clock.run(self._forward(self._end("embedding")))
+        self._forward_of(clock, self.plan.groups, self.layers)
+        if self.last:
+            clock.run(self._forward(self._end("head")))
+            clock.live += self.tail_bytes - self.profile.head.steps[-1].output_bytes
+            if self._dropped_at(self.layers):
+                clock.live -= self.profile.boundary_bytes
+        return clock.span()
+
+    def backward(self) -> Span:
+        """What is kept is alive at the start, and the gradient of the chunk's output if it is not the last, held by
+        who received it; at the end that and the gradient of its input if it is not the first."""
+        clock = Clock()
+        if self.last:
+            head = self._end("head")
+            clock.live += self.profile.head.steps[-1].output_bytes  # the gradient of the losses
+            clock.run(self._backward(head))
+            clock.live -= self.tail_bytes
+        self._backward_of(clock, self.plan.groups, self.layers)
+        if self.first:
+            clock.run(self._backward(self._end("embedding"), input_gradient=False))
+        return clock.span()
+
+    @property
+    def tail_bytes(self) -> int:
+        """The masked sum after the loss keeps which tokens count: one byte each."""
+        return self.profile.head.steps[-1].held_bytes // 8
+
+    def kept(self) -> int:
+        """What is kept between the two, as ``Tape.saved_bytes`` counts it."""
+        total = kept_bytes(self.profile.embedding, self.plan.save_set("embedding")) if self.first else 0
+        place = self.layers.start
+        while place < self.layers.stop:
+            group = group_at(self.plan.groups, place)
+            if group is not None:
+                total, place = total + self._input_bytes(place), group.last + 1
+                continue
+            layer = self._layer(place)
+            total += kept_bytes(layer.profile, layer.save_set, input_choice=layer.input_choice, t=self.t)
+            place += 1
+        if self.last:
+            head = self._end("head")
+            total += kept_bytes(head.profile, head.save_set, input_choice=head.input_choice, t=self.t)
+        return total
+
+    # -- layers and groups ---------------------------------------------------------------------------------------
+
+    def _forward_of(self, clock: Clock, groups: Sequence[Group], layers: range) -> None:
+        """The layers in order; the input of the first stays, whoever keeps it."""
+        place = layers.start
+        while place < layers.stop:
+            group = group_at(groups, place)
+            if group is None:
+                clock.run(self._forward(self._layer(place)), f"layer {place}")
+                if self._dropped_at(range(layers.start, place)):
+                    clock.live -= self.profile.boundary_bytes  # the input went to its tier
+                place += 1
+                continue
+            clock.run(self._group_forward(group), f"layers {group.first} to {group.last}")
+            place = group.last + 1
+
+    def _group_forward(self, group: Group) -> Span:
+        """The first forward of a group: nothing stays but its output."""
+        clock = Clock()
+        nothing = SaveSet({}, Decision(REPLAY, REPLAY, REPLAY))
+        for layer in range(group.first, group.last + 1):
+            clock.run(self._forward(Layer(self.profile.block, nothing, t=self.t), bare=True))
+            if layer > group.first:
+                clock.live -= self.profile.boundary_bytes
+        return clock.span()
+
+    def _backward_of(
+        self, clock: Clock, groups: Sequence[Group], layers: range, on_first_need: Callable[[Clock], None] | None = None
+    ) -> None:
+        """The layers in reverse; ``on_first_need`` belongs to the outer group whose replay they wait for."""
+        tops = _tops(groups, layers)
+        for members, group in reversed(tops):
+            if group is None:
+                need, on_first_need = on_first_need, None
+                place = members.start
+                span = self._backward(self._layer(place), need, held=self._top_is_held(place))
+                clock.run(span, f"layer {place}")
+                continue
+            need, on_first_need = on_first_need, None
+            self._group_backward(clock, group, members, need)
+
+    def _group_backward(
+        self, clock: Clock, group: Group, members: range, outer: Callable[[Clock], None] | None
+    ) -> None:
+        def replay(inner: Clock) -> None:
+            if outer is not None:
+                outer(inner)
+            inner.run(self._replayed_forward(group, members), f"replay of layers {group.first} to {group.last}")
+
+        if group.inner is not None:
+            self._backward_of(clock, group.inner, members, replay)
+        else:
+            whole = Layer(self.profile.block, _INSIDE, t=self.t)
+            for place in reversed(members):
+                need = replay if place == members.stop - 1 else None
+                clock.run(self._backward(whole, need, held=self._top_is_held(place)), f"layer {place}")
+        # the group's own input is let go by its first layer, which counts it as its own
+
+    def _top_is_held(self, place: int) -> bool:
+        """The executor holds the gradient that it received while the chunk's backward runs."""
+        return not self.last and place == self.layers.stop - 1
+
+    def _replayed_forward(self, group: Group, members: range) -> Span:
+        """The second forward of a group, from its input up to the last tensor that anybody saved."""
+        clock = Clock()
+        if group.inner is not None:
+            self._forward_of(clock, group.inner, members[:-1])
+            last = members.stop - 1
+            inner = _tops(group.inner, members)[-1][1]
+            layer = self._layer(last) if inner is None else None
+        else:
+            whole = Layer(self.profile.block, _INSIDE, t=self.t)
+            for place in members[:-1]:
+                clock.run(self._forward(whole), f"layer {place}")
+            layer = whole
+        if layer is not None:
+            clock.run(self._forward(layer, until=_LAST_SAVED), f"layer {members.stop - 1}")
+        return clock.span()  # a kept mask of the last residual is not worth a case of its own
+
+    # -- pieces, cached ------------------------------------------------------------------------------------------
+
+    def _layer(self, place: int) -> Layer:
+        return Layer(self.profile.block, self.plan.save_set(f"layers.{place}"), self._choice(place), self.t)
+
+    def _end(self, kind: str) -> Layer:
+        profile: LayerProfile = getattr(self.profile, kind)
+        return Layer(profile, self.plan.save_set(kind), self._choice(self.layers.stop) if kind == "head" else KEEP, self.t)
+
+    def _choice(self, place: int) -> str:
+        """What the layer before `place` decided about its output; a group's output stays."""
+        before = place - 1
+        if before < self.layers.start:
+            return KEEP
+        for group in self.plan.groups:
+            if group.first <= before <= group.last:
+                return group.output if before == group.last else KEEP
+        return self.plan.save_set(f"layers.{before}")[_LAST].output
+
+    def _input_bytes(self, place: int) -> int:
+        """What stays of the input of a group: all of it, this rank's share, or nothing."""
+        choice = self._choice(place)
+        return {KEEP: self.profile.boundary_bytes, SHARD: -(-self.profile.boundary_bytes // self.t)}.get(choice, 0)
+
+    def _dropped_at(self, done: range) -> bool:
+        return bool(done) and self._choice(done.stop) != KEEP
+
+    def _forward(self, layer: Layer, *, until: str = "", bare: bool = False) -> Span:
+        key = ("F", layer.profile.kind, layer.save_set, layer.input_choice, until, bare)
+        if key not in self._spans:
+            self._spans[key] = forward_span(layer, until=until, bare=bare)
+        return self._spans[key]
+
+    def _backward(
+        self,
+        layer: Layer,
+        need: Callable[[Clock], None] | None = None,
+        *,
+        held: bool = False,
+        input_gradient: bool = True,
+    ) -> Span:
+        if need is not None:
+            return backward_span(layer, on_first_need=need, watched=self.watched, held=held)
+        key = ("B", layer.profile.kind, layer.save_set, layer.input_choice, held, input_gradient)
+        if key not in self._spans:
+            self._spans[key] = backward_span(layer, watched=self.watched, held=held, input_gradient=input_gradient)
+        return self._spans[key]
+
+
+def _tops(groups: Sequence[Group], layers: range) -> list[tuple[range, Group | None]]:
+    """The layers cut into outermost groups and single layers, in order."""
+    cut: list[tuple[range, Group | None]] = []
+    place = layers.start
+    while place < layers.stop:
+        group = group_at(groups, place)
+        stop = place + 1 if group is None else group.last + 1
+        cut.append((range(place, stop), group))
+        place = stop
+    return cut
