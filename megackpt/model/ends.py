@@ -127,7 +127,8 @@ class Head(nn.Module):
         y = gather_step(step, "head.gather", self.tp, y)  # [s, b, h]
         targets = labels.t().contiguous()  # [s, b]
         if self.loss_chunk_size is None:
-            return step("head.loss", self._loss, step("head.logits", self._logits, y), targets)
+            y = step("head.logits", self._logits, y)  # [s, b, V/t]; the gathered input is not held while the loss runs
+            return step("head.loss", self._loss, y, targets)
         # One split and one cat, not slices: a slice's backward would write a whole [s, b, h] of zeros per part.
         parts = zip(y.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True)
         return torch.cat([step("head.chunk", self._logits_and_loss, *part) for part in parts])

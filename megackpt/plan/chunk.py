@@ -175,7 +175,8 @@ class ChunkModel:
 
     def _end(self, kind: str) -> Layer:
         profile: LayerProfile = getattr(self.profile, kind)
-        return Layer(profile, self.plan.save_set(kind), self._choice(self.layers.stop) if kind == "head" else KEEP, self.t)
+        choice = self._choice(self.layers.stop) if kind == "head" else KEEP
+        return Layer(profile, self.plan.save_set(kind), choice, self.t)
 
     def _choice(self, place: int) -> str:
         """What the layer before `place` decided about its output; a group's output stays."""

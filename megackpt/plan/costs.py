@@ -297,20 +297,21 @@ def _head(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]:
 
 
 def _loss(model: ModelNumbers, layout: Layout, x: Widths, rows: int) -> Row:
-    """Cross entropy over the columns of the rank that has most to do."""
+    """Cross entropy over this rank's columns; see tensor/cross_entropy.py."""
     losses, probabilities, logits = rows * x.wide, rows * x.vocab * x.wide, rows * x.vocab * x.act
-    valid = min(x.vocab, model.vocab)
-    padded = model.vocab < model.padded_vocab
+    ranks = range(layout.t) if layout.tp_rank is None else (layout.tp_rank,)
+    columns = [max(0, min(x.vocab, model.vocab - rank * x.vocab)) for rank in ranks]
+    valid = max((c for c in columns if c < x.vocab), default=x.vocab)
+    padded = valid < x.vocab
     converted = layout.device == "cpu" and x.act != x.wide
     second = rows * valid * x.wide if padded or converted else 0  # a softmax before it is padded, or its operand
-    gathered = x.rows * x.hidden * x.act if layout.sequence_parallel else 0  # the model holds it while the loss runs
     return {
         "output_bytes": losses,
         "internal_bytes": probabilities,
         "held_bytes": 8 * rows,
         "collective": "all_reduce" if layout.t > 1 else None,
         "collective_bytes": 2 * losses if layout.t > 1 else 0,
-        "workspace_bytes": second + gathered + 4 * losses,
+        "workspace_bytes": second + 4 * losses,
         "backward_workspace_bytes": logits + 3 * losses + 8 * rows,
         "bytes_moved": 3 * probabilities + 2 * logits,
     }
@@ -328,7 +329,7 @@ def _chunk(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
         "output_bytes": x.rows * x.wide,
         "internal_bytes": loss["internal_bytes"],
         "held_bytes": 8 * x.rows,
-        "workspace_bytes": logits + loss["workspace_bytes"] - (hidden if layout.sequence_parallel else 0),
+        "workspace_bytes": logits + loss["workspace_bytes"],
         "backward_workspace_bytes": hidden + max(logits + weight_gradient, hidden),
         "collective": loss["collective"],
         "collective_bytes": 2 * x.rows * x.wide if layout.t > 1 else 0,

@@ -101,6 +101,7 @@ class Layout:
     sharded_optimizer: bool = False
     schedule: str = "1f1b"
     device: str = "cuda"  # kernels differ in what they save
+    tp_rank: int | None = None  # ranks differ only in padded vocabulary; None: the one that has most to do
 
     def __post_init__(self) -> None:
         for name in ("t", "c", "d", "n", "micro_batch"):

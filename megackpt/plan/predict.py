@@ -39,7 +39,8 @@ class StagePrediction:
     peak_action: str
     peak_step: str
     in_flight: int  # (micro-batch, chunk) pairs held then
-    kept_by_chunk: tuple[int, ...]
+    kept_by_chunk: tuple[int, ...]  # of one micro-batch
+    kept_peak_bytes: int  # most that all open tapes hold together
     parameters: int
 
     @property
@@ -58,6 +59,7 @@ class StagePrediction:
             "activation_bytes": self.activation_bytes,
             "peak": {"action": self.peak_action, "step": self.peak_step, "in_flight": self.in_flight},
             "kept_bytes_by_chunk": list(self.kept_by_chunk),
+            "kept_peak_bytes": self.kept_peak_bytes,
             "parameters": self.parameters,
         }
 
@@ -141,6 +143,7 @@ def _stage(
         peak_step=peak.at,
         in_flight=sum(peak.in_flight),
         kept_by_chunk=tuple(c.kept() for c in walk.chunks),
+        kept_peak_bytes=walk.kept_peak,
         parameters=count,
     )
 
@@ -182,12 +185,14 @@ class StageWalk:
             )
             for chunk, layers in enumerate(layout.pieces[stage])
         ]  # fmt: skip
-        self.spans = {kind: [getattr(c, name)() for c in self.chunks] for kind, name in (("F", "forward"), ("B", "backward"))}
+        self.spans = {"F": [c.forward() for c in self.chunks], "B": [c.backward() for c in self.chunks]}
         self.flights = [0] * layout.v
         self.live = 0  # activations of open tapes
         self.sent = 0
         self.posted = {"F": 0, "B": 0}
         self.peak = Moment()
+        self.kept_peak = 0
+        self._kept = [chunk.kept() for chunk in self.chunks]
 
     def run(self, actions: Sequence[Action]) -> None:
         """Raises ValueError for a list that ends with anything held."""
@@ -207,6 +212,8 @@ class StageWalk:
     def _forward(self, action: Action, split: bool) -> None:
         span, chunk = self.spans["F"][action.chunk], self.chunks[action.chunk]
         self.flights[action.chunk] += 1
+        kept = sum(count * size for count, size in zip(self.flights, self._kept, strict=True))
+        self.kept_peak = max(self.kept_peak, kept)
         self._note(action, span.at, span.peak)
         self.live += span.change
         if not chunk.last:

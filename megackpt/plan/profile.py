@@ -135,10 +135,10 @@ def profile(model: ModelNumbers, layout: Layout) -> Profile:
     ids = 8 * widths.rows
     inputs = {"embedding": ids, "block": widths.shard * widths.hidden * widths.act}
     inputs["head"] = inputs["block"]
-    made = {
-        kind: LayerProfile(kind, _layer(present_steps(table, absent), costs.of(kind, model, layout, widths)), inputs[kind])
-        for kind, table in tables.items()
-    }
+    made = {}
+    for kind, table in tables.items():
+        rows = costs.of(kind, model, layout, widths)
+        made[kind] = LayerProfile(kind, _layer(present_steps(table, absent), rows), inputs[kind])
     return Profile(**made)
 
 

@@ -27,13 +27,13 @@ class StepClock:
     def forward(self, step: StepCost) -> float:
         if step.seconds is not None:
             return step.seconds
-        return self._work(step, step.flops) + self._exchange(step.collective, step.collective_bytes)
+        return self._together(step, step.flops, step.collective)
 
     def backward(self, step: StepCost) -> float:
         """Without what is replayed for it."""
         if step.backward_seconds is not None:
             return step.backward_seconds
-        return self._work(step, step.backward_flops) + self._exchange(step.backward_collective, step.collective_bytes)
+        return self._together(step, step.backward_flops, step.backward_collective)
 
     def layer_forward(self, layer: LayerProfile) -> float:
         return sum(self.forward(step) for step in layer.steps)
@@ -51,6 +51,12 @@ class StepClock:
     def send(self, size: int) -> float:
         """A message of ``size`` bytes between stages on different nodes."""
         return self.machine.latency_s + size / self.machine.node_bytes_per_s
+
+    def _together(self, step: StepCost, flops: int, collective: str | None) -> float:
+        """Work and exchange; where a step only moves data, the exchange is that move."""
+        work, exchange = self._work(step, flops), self._exchange(collective, step.collective_bytes)
+        alone = step.name.endswith((".gather", ".reduce"))
+        return max(work, exchange) if alone else work + exchange
 
     def _work(self, step: StepCost, flops: int) -> float:
         rate = self.machine.flops_per_s(self.act_bytes) * (

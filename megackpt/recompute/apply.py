@@ -21,6 +21,7 @@ from torch.nn import Module
 
 from megackpt.plan import ChunkPlan
 from megackpt.recompute.account import KeptBytes
+from megackpt.recompute.context import state
 from megackpt.recompute.report import Report, report
 from megackpt.recompute.rng import RngLedger
 from megackpt.recompute.step import at
@@ -83,7 +84,9 @@ class TapeCover(Cover):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
-        tape = Tape(self.plan, self.ledger, **self.options)
+        enclosing = state.tape
+        ledger = enclosing.ledger if self.ledger is None and enclosing is not None else self.ledger
+        tape = Tape(self.plan, ledger, **self.options)
         if self.options["account"] is not None:
             self.tapes = [ref for ref in self.tapes if ref() is not None]
             self.tapes.append(weakref.ref(tape))
@@ -136,7 +139,8 @@ def apply(
     ``steps``: qualified names, patterns of them (``layers.*.mlp``; a star stands for one part of a name, ``**`` for any
     number), or types.  A submodule inside another chosen one is a step of its replay.  Without ``steps`` the plan's own
     names are taken: address ``layers.3``, step ``mlp`` is the submodule ``layers.3.mlp``; a policy, which has none,
-    takes the direct children.  The rest are options of :class:`Tape`.
+    takes the direct children.  ``ledger``: by default that of an enclosing tape, else a new one.  The rest are options
+    of :class:`Tape`.
 
     Returns a handle with ``undo``.  Raises ValueError for a choice that matches nothing, and if ``module`` has a plan
     on it already.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megackpt.recompute import nested
-from megackpt.recompute.handle import Box, Cell, Kept, is_itself_parameter, live_tag, version_of
+from megackpt.recompute.handle import Box, Cell, Kept, is_itself_parameter, is_parameter, live_tag, version_of
 from megackpt.recompute.producer import Producer
 
 Hooks = tuple[Any, Any]
@@ -20,11 +20,12 @@ class Input:
     """A tensor argument of a dropped step: kept, or a dropped output seen through its geometry.  The box of a
     dropped one is held until the step has replayed, so that it is not rebuilt twice."""
 
-    __slots__ = ("kept", "cell", "box", "geometry", "requires_grad", "version")
+    __slots__ = ("kept", "cell", "box", "geometry", "requires_grad", "version", "is_parameter")
 
     def __init__(self, tensor: Tensor, where: str, outer: Hooks | None) -> None:
         self.requires_grad = tensor.requires_grad
         self.version = version_of(tensor)
+        self.is_parameter = tensor._base is not None and is_parameter(tensor)  # a view of one is not counted
         self.kept: Kept | None = None
         self.box: Box | None = None
         tag = live_tag(tensor)

@@ -53,6 +53,12 @@ def is_parameter(tensor: Tensor) -> bool:
     return is_itself_parameter(tensor) or (base is not None and is_itself_parameter(base))
 
 
+def storage_key(tensor: Tensor) -> int:
+    """Where a tensor's data lies: its storage, as long as that lives.  Sparse and nested tensors have no single storage
+    and stand for themselves; nothing of them is dropped that would have to be found again by its storage."""
+    return tensor.untyped_storage()._cdata if tensor.layout is torch.strided else -id(tensor)
+
+
 Meta = tuple[torch.Size, torch.dtype, torch.device]
 
 
@@ -78,7 +84,7 @@ class Kept:
         if self._outer is not None:
             return self._outer[1](self._held)
         held = self._held
-        if not self.unchanged:
+        if self._version >= 0 and held._version != self._version:
             raise RuntimeError(
                 f"a tensor kept for the backward of {self._where} was modified by an inplace operation: "
                 f"shape {tuple(held.shape)}, version {held._version}, expected {self._version}"
@@ -92,7 +98,8 @@ class Kept:
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        return self._held.untyped_storage() if self._outer is None else None
+        whole = self._outer is None and self._held.layout is torch.strided
+        return self._held.untyped_storage() if whole else None
 
 
 class Internal:
@@ -183,5 +190,7 @@ def write_tag(tensor: Tensor, tag: Tag) -> None:
 def live_tag(tensor: Tensor) -> Tag | None:
     """The tag of a dropped output this tensor can be rebuilt from, else None: untagged, tag cut, changed in place
     since its step ended, or seen through another type or a lazy conjugate."""
+    if tensor.layout is not torch.strided:
+        return None
     tag: Tag | None = getattr(tensor.untyped_storage(), _OUTPUT_TAG, None)
     return tag if tag is not None and tag.producer is not None and tag.fits(tensor) else None

@@ -22,7 +22,17 @@ from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, group_at
 from megackpt.recompute import nested
 from megackpt.recompute.call import StepCall, flatten, tensors_of
 from megackpt.recompute.context import COUNTED, LIVE, MERGED, pack, state
-from megackpt.recompute.handle import Internal, Kept, Tag, View, is_parameter, live_tag, meta_of, write_tag
+from megackpt.recompute.handle import (
+    Internal,
+    Kept,
+    Tag,
+    View,
+    is_parameter,
+    live_tag,
+    meta_of,
+    storage_key,
+    write_tag,
+)
 from megackpt.recompute.opaque import opaque
 from megackpt.recompute.replay import Record, pop_hooks, push_hooks, resolve
 from megackpt.recompute.rng import same_state
@@ -162,8 +172,8 @@ class ForwardFrame:
 
     def is_input(self, tensor: Tensor) -> bool:
         if self.input_storages is None:
-            self.input_storages = {a.untyped_storage()._cdata for a in self.inputs if isinstance(a, Tensor)}
-        return tensor.untyped_storage()._cdata in self.input_storages
+            self.input_storages = {storage_key(a) for a in self.inputs if isinstance(a, Tensor)}
+        return storage_key(tensor) in self.input_storages
 
     def pack(self, tensor: Tensor) -> Kept | Internal | View:
         handle = self._handle(tensor)
@@ -183,12 +193,12 @@ class ForwardFrame:
         if internals != KEEP and not self.is_input(tensor):
             if internals == REPLAY:
                 return self._slot(tensor)
-            if not (tensor.is_conj() or tensor.is_neg()):
+            if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()):
                 return self._elsewhere(tensor)
         kept = Kept(tensor, self.where, self.outer)
         self.tape.note_kept(kept, self.where)
         if self.decision.output != KEEP:
-            self.held.add(tensor.untyped_storage()._cdata)
+            self.held.add(storage_key(tensor))
         return kept
 
     def _slot(self, tensor: Tensor) -> Internal:
@@ -248,7 +258,7 @@ def run_step(
             record.call.rng = rng
     if record is not None:
         record.packs = frame.count
-        record.ends_in_result = _is_over(frame.last, result)
+        record.ends_in_result = bool(record.slots) and _is_over(frame.last, result)
         record.call.check_inputs_unchanged(leaves)
         tape.note_record(record)
     if decision.output != KEEP:
@@ -260,7 +270,7 @@ def _is_over(last: Tensor | None, result: Any) -> bool:
     """Whether the step had its result when it saved for the last time, so that nothing costly came after."""
     if last is None or not isinstance(result, Tensor):
         return False
-    return last.untyped_storage()._cdata == result.untyped_storage()._cdata
+    return storage_key(last) == storage_key(result)
 
 
 def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
@@ -268,8 +278,10 @@ def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
     a kept internal holds anyway, stays kept."""
     seen: set[int] = set()
     for index, tensor in enumerate(tensors_of(result)):
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_key(tensor)
         if storage in seen or storage in frame.held or frame.is_input(tensor) or is_parameter(tensor):
+            continue
+        if tensor.layout is not torch.strided:
             continue
         seen.add(storage)
         if choice in TIERS:

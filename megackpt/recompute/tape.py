@@ -98,7 +98,7 @@ class Tape:
             record = ref()
             if record is not None:
                 for a in record.call.inputs():
-                    if a.kept is not None:
+                    if a.kept is not None and not a.is_parameter:
                         self.note_kept(a.kept, record.where)
         self._records.clear()
         if self._account is not None:

@@ -132,7 +132,7 @@ class Verifier(Watch):
     def settle(self) -> None:
         self._other.settle()
         if self._wrong:
-            raise self._error()
+            raise self._error() from None  # not from what ended the replay
         self._inputs, self._trace = ((), {}), Trace({})
 
     def explain(self, error: ReplayError) -> ReplayError:

@@ -117,8 +117,10 @@ def test_a_kept_gather_costs_the_whole_sequence_and_frees_the_norm():
 def test_tiers_leave_nothing_or_a_share_on_the_device():
     block = profile(paper_model("22B"), paper_layout("22B", sp=False)).block
     sbh = S * 4 * 6144
-    away = SaveSet({**full_layer().decisions, "attn.residual": Decision(OFFLOAD_HOST, REPLAY, REPLAY)}, full_layer().default)
-    shared = SaveSet({**full_layer().decisions, "attn.residual": Decision(SHARD, REPLAY, REPLAY)}, full_layer().default)
+    away, shared = (
+        SaveSet({**full_layer().decisions, "attn.residual": Decision(tier, REPLAY, REPLAY)}, full_layer().default)
+        for tier in (OFFLOAD_HOST, SHARD)
+    )
     assert kept_bytes(block, away, t=T) == 2 * sbh
     assert kept_bytes(block, shared, t=T) == 2 * sbh + 2 * sbh // T
     assert kept_bytes(block, shared, input_choice=SHARD, t=T) == 4 * sbh // T

@@ -313,3 +313,31 @@ def test_kept_internals_hold_their_output() -> None:
         result.sum().backward()
         assert torch.equal(x.grad, X.exp() * X.exp().cos())
     assert calls.count == {"a": 2}
+
+
+def sparse_argument(x: Tensor, w: Tensor) -> Tensor:
+    mixing = torch.eye(6).roll(1, 0).to_sparse()
+    y = step("a", lambda m, x: torch.sparse.mm(m, x).sin(), mixing, x)
+    pruned = step("b", lambda w: w.to_sparse(), w)  # an output without a storage of its own
+    return step("c", lambda p, y: torch.sparse.mm(p, y.t()) * 2.0, pruned, y)
+
+
+def test_sparse_tensors_are_kept() -> None:
+    """They have no single storage to find them again by; everything around them is dropped as ever."""
+    assert_same(sparse_argument, [X, W], decisions_for("a", "b", "c"))
+    with HostTier() as tier:
+        away = plan(Decision("offload_host", "offload_host"))
+        assert_same(sparse_argument, [X, W], away, tiers={"offload_host": tier})
+
+
+def test_what_the_report_leaves_out() -> None:
+    """Views of parameters that are passed as arguments, and what a branch saved that nobody uses."""
+    x, w = X.clone().requires_grad_(), torch.nn.Parameter(W)
+    with Tape(drop("a"), account=KeptBytes()) as tape:
+        y = step("a", lambda x, w: F.linear(x, w).sin(), x, w[:4])
+        result = step("b", torch.exp, y)
+        unused = step("dead", lambda x: (x * 2.0).sin().exp(), x)
+        del y, unused
+    assert tape.report() == {"a": X.nbytes, "b": 6 * 4 * 4}
+    result.sum().backward()
+    assert tape.kept_now() == {}

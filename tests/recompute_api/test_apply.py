@@ -11,7 +11,17 @@ from torch import Tensor, nn
 
 from megackpt.plan import ChunkPlan, Decision, SaveSet
 from megackpt.plan.decision import REPLAY_ALL
-from megackpt.recompute import KeptBytes, Tape, apply, save_nothing, save_only_these_names, undo
+from megackpt.recompute import (
+    KeptBytes,
+    RngLedger,
+    Stream,
+    Tape,
+    apply,
+    dropout,
+    save_nothing,
+    save_only_these_names,
+    undo,
+)
 from tests.recompute_api.oracle import Outcome
 
 
@@ -202,3 +212,26 @@ def test_refusals() -> None:
     model.head.forward = lambda x: x  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="forward of Linear was replaced"):
         applied.undo()
+
+
+def test_streams_of_an_enclosing_tape_are_reproduced() -> None:
+    ledger = RngLedger()
+    stream = ledger.register(Stream("tensor", 3))
+
+    class Dropped(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return dropout(x.sin(), 0.5, stream).exp()
+
+    model, x = nn.Sequential(Dropped(), Dropped()), torch.randn(4, 8, requires_grad=True)
+
+    def run() -> Tensor:
+        stream.position = 0
+        with Tape(ChunkPlan(), ledger):
+            out = model(x)
+        gradient = torch.autograd.grad(out.sum(), x)[0]
+        assert stream.position == 2
+        return gradient
+
+    plain = run()
+    with apply(save_nothing(), model):
+        assert torch.equal(run(), plain)

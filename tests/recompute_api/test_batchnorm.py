@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megackpt.plan import ChunkPlan, Decision, SaveSet
+from megackpt.plan import ChunkPlan, Decision, Group, SaveSet
 from megackpt.recompute import Tape, chain, checkpoint, is_replaying, step
 from megackpt.recompute.batchnorm import training_norms
 
@@ -110,8 +110,6 @@ def test_every_kind(norm: Callable[[], nn.Module]) -> None:
 
 
 def test_groups_of_layers() -> None:
-    from megackpt.plan import Group
-
     results = []
     for groups in ((), (Group(0, 2, (Group(1, 2),)),)):
         torch.manual_seed(1)

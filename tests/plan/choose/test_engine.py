@@ -56,7 +56,7 @@ def test_bytes_of_the_figures() -> None:
 
 def test_a_fused_core_is_hardly_worth_dropping() -> None:
     """ME-01: fused attention has already removed the s x s tensors."""
-    for fused, least, most in ((True, 0, 0.08), (False, 0.6, 0.8)):
+    for fused, least, most in ((True, 0, 0.08), (False, 0.5, 0.55)):
         prices = gpt3_prices(replace(GPT3, fused_attention=fused))
         every = [s for s in save_sets(prices.absent) if len(s.decisions) == 8]  # all tensors kept, or half a core
         full = max(prices.kept_bytes(s) for s in every if s["attn.core"].keeps_all)
@@ -111,8 +111,9 @@ def test_predicted_bytes_stay_within_the_budget(model: ModelNumbers, numbers: di
 
 
 def test_left_over_bytes_are_spent() -> None:
+    """What is left is less than the next mixture would take: 18 MiB for each of 8 micro-batches."""
     chosen = choose_for(GPT3, WIDE, H100, 26 * GIB)
-    assert 25.9 * GIB < chosen.prediction.stages[0].total_bytes <= 26 * GIB
+    assert 26 * GIB - 8 * 18 * 2**20 < chosen.prediction.stages[0].total_bytes <= 26 * GIB
     assert chosen.prediction.peak_bytes <= 26 * GIB
 
 

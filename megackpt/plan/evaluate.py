@@ -1,0 +1,368 @@
+"""One plan on one machine in full: bytes from the prediction, seconds and the memory curve from the simulator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megackpt.plan.accelerators import Machine
+from megackpt.plan.choose.engine import EnginePrices
+from megackpt.plan.decision import SHARD, Group, Plan, SaveSet, group_at
+from megackpt.plan.flops import ModelShape, logits_forward, model_flops, replayed_flops, utilisation
+from megackpt.plan.kept import replay
+from megackpt.plan.numbers import Layout, ModelNumbers
+from megackpt.plan.predict import STATE, Prediction, StageWalk, predict
+from megackpt.plan.profile import Profile, StepCost, profile
+from megackpt.plan.schedule import Action, schedule_lists
+from megackpt.plan.seconds import StepClock
+from megackpt.plan.simulate import Cost, Order, Timeline
+from megackpt.plan.steps import BLOCK_NAMES
+
+FIXED = (*STATE, "communicators", "context", "margin")
+
+
+@dataclass(frozen=True)
+class StageSeconds:
+    """One micro-batch through all layers of a stage."""
+
+    forward: float
+    backward: float  # without what is replayed for it
+    replay: float
+
+    @property
+    def total(self) -> float:
+        return self.forward + self.backward + self.replay
+
+    @property
+    def replay_share(self) -> float:
+        """Of the stage's time without replay."""
+        return self.replay / (self.forward + self.backward)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a plan costs.  ``timeline`` has every action of every stage, its bytes include the state."""
+
+    model: ModelNumbers
+    layout: Layout
+    machine: Machine
+    plan: Plan
+    prediction: Prediction
+    timeline: Timeline
+    stages: tuple[StageSeconds, ...]
+    bare_seconds: float  # of the pipeline, were nothing replayed
+    reduction_seconds: float  # data-parallel gradients (and weights, where the optimizer is sharded)
+    optimizer_seconds: float
+    model_flops: int
+    replayed_flops: int
+
+    @property
+    def name(self) -> str:
+        return self.plan.name
+
+    @property
+    def peak_bytes(self) -> int:
+        return self.prediction.peak_bytes
+
+    @property
+    def pipeline_seconds(self) -> float:
+        return self.timeline.step_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        return self.pipeline_seconds + self.reduction_seconds + self.optimizer_seconds
+
+    @property
+    def overhead(self) -> float:
+        """Time that replay adds to the pipeline, as a share of it."""
+        return self.pipeline_seconds / self.bare_seconds - 1
+
+    @property
+    def replays(self) -> bool:
+        return any(stage.replay > 0 for stage in self.stages)
+
+    @property
+    def devices(self) -> int:
+        return self.layout.t * self.layout.c * self.layout.d * self.layout.p
+
+    @property
+    def peak_flops(self) -> float:
+        """Dense peak of one device in the run's number format."""
+        return self.machine.flops_per_s(self.layout.act_bytes) / self.machine.gemm_fraction
+
+    @property
+    def mfu(self) -> float:
+        """Useful work over what the devices could do; never counts replay."""
+        return utilisation(self.model_flops, self.step_seconds, self.devices, self.peak_flops)
+
+    @property
+    def hfu(self) -> float:
+        """The same with replayed work counted."""
+        work = self.model_flops + self.replayed_flops
+        return utilisation(work, self.step_seconds, self.devices, self.peak_flops)
+
+    @property
+    def tokens_per_s(self) -> float:
+        layout = self.layout
+        return self.model.seq * layout.micro_batch * layout.n * layout.d / self.step_seconds
+
+    def fits(self, budget_bytes: int) -> bool:
+        return self.peak_bytes <= budget_bytes
+
+    def to_json(self, budget_bytes: int) -> dict[str, Any]:
+        """Every term of every stage; docs/plan.md describes the fields."""
+        rows = []
+        ranks = self.devices // self.layout.p
+        for row, seconds in zip(self.prediction.stages, self.stages, strict=True):
+            rows.append(
+                {
+                    "ranks": {"first": row.stage * ranks, "count": ranks},
+                    "layers": [[piece.start, piece.stop] for piece in self.layout.pieces[row.stage]],
+                    **row.to_json(),
+                    "fits": row.total_bytes <= budget_bytes,
+                    "seconds": {"forward": seconds.forward, "backward": seconds.backward, "replay": seconds.replay},
+                    "idle_seconds": self.timeline.idle_seconds[row.stage],
+                }
+            )
+        return {
+            "name": self.name,
+            "fits": self.fits(budget_bytes),
+            "peak_bytes": self.peak_bytes,
+            "step_seconds": self.step_seconds,
+            "seconds": {
+                "pipeline": self.pipeline_seconds,
+                "pipeline_without_replay": self.bare_seconds,
+                "data_parallel_reduction": self.reduction_seconds,
+                "optimizer": self.optimizer_seconds,
+            },
+            "bubble_share": self.timeline.bubble_share,
+            "overhead": self.overhead,
+            "tokens_per_second": self.tokens_per_s,
+            "model_flops": self.model_flops,
+            "replayed_flops": self.replayed_flops,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "layout": self.layout.to_json(),
+            "stages": rows,
+            "plan": self.plan.to_json(),
+        }
+
+
+class Evaluator:
+    """Evaluates plans of one model on one machine; what they share is computed once."""
+
+    def __init__(self, model: ModelNumbers, layout: Layout, machine: Machine, made: Profile | None = None) -> None:
+        self.model, self.layout, self.machine = model, layout, machine
+        self.made = profile(model, layout) if made is None else made
+        self.clock = StepClock(machine, layout.act_bytes, layout.t)
+        self.prices = EnginePrices(self.made, self.clock)
+        self.lists = schedule_lists(layout.schedule, layout.p, layout.n, layout.v)
+        self._replays: dict[SaveSet, tuple[float, tuple[str, ...]]] = {}
+
+    @cached_property
+    def order(self) -> Order:
+        return Order(self.lists)
+
+    def __call__(self, plan: Plan, layout: Layout | None = None) -> Evaluation:
+        """``layout``: the same with its layers divided otherwise."""
+        layout = layout or self.layout
+        prediction = predict(self.model, layout, plan, self.machine, made=self.made, lists=self.lists)
+        work = [[self._work(layout, plan, stage, chunk) for chunk in range(layout.v)] for stage in range(layout.p)]
+        bare = self.order.durations(lambda stage, action: _seconds(work[stage][action.chunk], action, replays=False))
+        transfer = self.clock.send(self.made.boundary_bytes)
+        return Evaluation(
+            model=self.model,
+            layout=layout,
+            machine=self.machine,
+            plan=plan,
+            prediction=prediction,
+            timeline=self._timeline(layout, plan, prediction, work, transfer),
+            stages=tuple(
+                StageSeconds(sum(w.forward for w in row), sum(w.backward for w in row), sum(w.replay for w in row))
+                for row in work
+            ),
+            bare_seconds=self.order.step_seconds(bare, transfer),
+            reduction_seconds=self._reduction(layout, prediction),
+            optimizer_seconds=self._optimizer(prediction),
+            model_flops=model_flops(self._shape, self._sequences),
+            replayed_flops=self._replayed_flops(layout, plan),
+        )
+
+    # -- seconds --------------------------------------------------------------------------------------------------
+
+    def _work(self, layout: Layout, plan: Plan, stage: int, chunk: int) -> _Work:
+        block, layers = self.made.block, layout.pieces[stage][chunk]
+        ends = [self.made.embedding] * layout.is_first(stage, chunk) + [self.made.head] * layout.is_last(stage, chunk)
+        clock = self.clock
+        return _Work(
+            forward=len(layers) * clock.layer_forward(block) + sum(map(clock.layer_forward, ends)),
+            backward=len(layers) * clock.layer_backward(block) + sum(map(clock.layer_backward, ends)),
+            weights=len(layers) * clock.layer_weights(block) + sum(map(clock.layer_weights, ends)),
+            replay=sum(seconds for seconds, _ in self._replayed(layout, plan, stage, chunk)),
+            split=any(action.kind == "W" for action in self.lists[stage]),
+        )
+
+    def _replayed(
+        self, layout: Layout, plan: Plan, stage: int, chunk: int
+    ) -> Iterator[tuple[float, dict[int, tuple[str, ...]]]]:
+        """(seconds, steps by layer) of everything that one backward of a chunk replays."""
+        sets = plan.chunk(stage, chunk)
+        yield from self._replayed_layers(layout.pieces[stage][chunk], sets.groups, sets.save_sets)
+        if layout.is_last(stage, chunk):
+            names = replay(self.made.head, sets.save_set("head")).steps
+            again = [step for step in self.made.head.steps if step.name in names and not step.name.endswith(".gather")]
+            yield sum(self.clock.forward(step) for step in again), {}
+
+    def _replayed_layers(
+        self, layers: range, groups: Sequence[Group], sets: Any
+    ) -> Iterator[tuple[float, dict[int, tuple[str, ...]]]]:
+        place = layers.start
+        while place < layers.stop:
+            group = group_at(groups, place)
+            if group is None:
+                save_set = sets.get(f"layers.{place}", SaveSet())
+                seconds, names = self._layer(save_set)
+                yield seconds + self._gather_seconds(save_set["mlp.residual"].output), {place: names}
+                place += 1
+                continue
+            members = range(group.first, group.last + 1)
+            steps = dict.fromkeys(members, BLOCK_NAMES) | {group.last: _but_the_last_product(BLOCK_NAMES)}
+            yield self.prices.group(len(members))[2] + self._gather_seconds(group.output), steps
+            if group.inner is not None:
+                yield from self._replayed_layers(members, group.inner, sets)
+            place = members.stop
+
+    def _layer(self, save_set: SaveSet) -> tuple[float, tuple[str, ...]]:
+        if save_set not in self._replays:
+            self._replays[save_set] = self.prices.replay_seconds(save_set), replay(self.made.block, save_set).steps
+        return self._replays[save_set]
+
+    def _gather_seconds(self, choice: str) -> float:
+        """Of a boundary that was kept in shards."""
+        size = self.made.boundary_bytes
+        step = StepCost("boundary.gather", collective="all_gather", collective_bytes=size, bytes_moved=size)
+        return self.clock.forward(step) if choice == SHARD else 0.0
+
+    def _reduction(self, layout: Layout, prediction: Prediction) -> float:
+        """A ring over the data-parallel ranks of the stage with the most gradients."""
+        ranks = layout.d * layout.c
+        if ranks == 1:
+            return 0.0
+        gradients = max(row.terms["gradients"] for row in prediction.stages)
+        weights = max(row.terms["weights"] for row in prediction.stages)
+        inside = layout.t * ranks <= self.machine.per_node
+        rate = self.machine.tp_bytes_per_s if inside else self.machine.node_bytes_per_s
+        sent = gradients + (weights if layout.sharded_optimizer else gradients)
+        return sent * (ranks - 1) / ranks / rate
+
+    def _optimizer(self, prediction: Prediction) -> float:
+        """State read and written once."""
+        moved = max(
+            row.terms["gradients"] + row.terms["weights"] + 2 * (row.terms["masters"] + row.terms["moments"])
+            for row in prediction.stages
+        )
+        return moved / (self.machine.hbm_bytes_per_s * self.machine.hbm_fraction)
+
+    # -- FLOPs ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _shape(self) -> ModelShape:
+        m = self.model
+        return ModelShape(m.layers, m.hidden, m.heads, m.kv_heads, m.head_size, m.ffn, m.padded_vocab, m.seq, m.gated)
+
+    @property
+    def _sequences(self) -> int:
+        return self.layout.micro_batch * self.layout.n * self.layout.d
+
+    def _replayed_flops(self, layout: Layout, plan: Plan) -> int:
+        steps: list[list[str]] = [[] for _ in range(self.model.layers)]
+        for stage in range(layout.p):
+            for chunk in range(layout.v):
+                for _, layers in self._replayed(layout, plan, stage, chunk):
+                    for place, names in layers.items():
+                        steps[place] += names
+        total = replayed_flops(self._shape, self._sequences, steps)
+        if self.model.loss_chunk and replay(self.made.head, plan.chunk(-1, -1).save_set("head")).flops:
+            total += logits_forward(self._shape, self._sequences)
+        return total
+
+    # -- bytes over time ------------------------------------------------------------------------------------------
+
+    def _timeline(
+        self, layout: Layout, plan: Plan, prediction: Prediction, work: list[list[_Work]], transfer: float
+    ) -> Timeline:
+        walks = [_Recorded(self.made, layout, plan, stage) for stage in range(layout.p)]
+        for walk, actions in zip(walks, self.lists, strict=True):
+            walk.run(actions)
+
+        def cost(stage: int, action: Action) -> Cost:
+            before, peak, after = walks[stage].marks[action]
+            return Cost(_seconds(work[stage][action.chunk], action), after - before, peak - before)
+
+        held = [sum(row.terms.get(name, 0) for name in FIXED) for row in prediction.stages]
+        return self.order.run(cost, transfer, held, self.made.boundary_bytes)
+
+
+def _but_the_last_product(names: Sequence[str]) -> tuple[str, ...]:
+    """A group's replay ends before what nobody saves."""
+    return tuple(name for name in names if name not in ("mlp.down", "mlp.reduce", "mlp.residual"))
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Seconds of one chunk and micro-batch."""
+
+    forward: float
+    backward: float
+    weights: float
+    replay: float
+    split: bool  # weight gradients are actions of their own
+
+
+def _seconds(work: _Work, action: Action, replays: bool = True) -> float:
+    if action.kind == "F":
+        return work.forward
+    if action.kind == "W":
+        return work.weights
+    return work.backward - work.weights * work.split + work.replay * replays
+
+
+class _Recorded(StageWalk):
+    """The prediction's walk, with the bytes before, at most during, and after every action."""
+
+    def __init__(self, made: Profile, layout: Layout, plan: Plan, stage: int) -> None:
+        super().__init__(made, layout, plan, stage)
+        self.marks: dict[Action, tuple[int, int, int]] = {}
+        self._most: dict[Action, int] = {}
+        self._after: dict[Action, int] = {}
+
+    def run(self, actions: Sequence[Action]) -> None:
+        super().run(actions)
+        before = 0
+        for action in actions:
+            after = self._after[action]
+            self.marks[action] = (before, max(before, after, self._most.get(action, 0)), after)
+            before = after
+
+    def _forward(self, action: Action, split: bool) -> None:
+        super()._forward(action, split)
+        self._after[action] = self._now
+
+    def _backward(self, action: Action, split: bool) -> None:
+        super()._backward(action, split)
+        self._after[action] = self._now
+
+    def _weight(self, action: Action, split: bool) -> None:
+        super()._weight(action, split)
+        self._after[action] = self._now
+
+    def _note(self, action: Action, at: str, extra: int) -> None:
+        super()._note(action, at, extra)
+        now = self.live + extra + self.sent + sum(self.posted.values())
+        self._most[action] = max(self._most.get(action, 0), now)
+
+    @property
+    def _now(self) -> int:
+        return self.live + self.sent + sum(self.posted.values())
