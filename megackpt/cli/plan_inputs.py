@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megackpt.config.errors import UsageError
-from megackpt.config.flag import Layer, Value
+from megackpt.config.flag import Layer, Value, key_of
 from megackpt.config.flags import BY_KEY
 from megackpt.config.launch_script import LaunchScript, read_launch_script
 from megackpt.config.parse import ENVIRONMENT
@@ -31,11 +31,11 @@ from megackpt.plan.policies import Policy, plan_for
 WITHOUT_SIZE = ("optimizer", "train", "data", "checkpoint", "logging")
 FIT_TO_PLAN: Layer = {"lr": 1.0, "train-iters": 1, "mock-data": True}
 
-# Flags that the planner understands, whether this version's trainer runs them or not.
+# Flags that the planner reads itself, whether this version's trainer runs them or not.
 DISTRIBUTED, CONTEXT = "use-distributed-optimizer", "context-parallel-size"
 CHUNK_LAYERS, CHUNKS = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
-HALF = "fp16"
-PLANNED = (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS, HALF)
+HALF, TOKENIZER, PADDED = "fp16", "tokenizer-type", "padded-vocab-size"
+PLANNED = (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS, HALF, TOKENIZER, PADDED)
 
 # Vocabularies of tokenizers that scripts name without saying their size.
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -78,34 +78,232 @@ def _values(
 ) -> tuple[dict[str, Value], list[str]]:
     """Flag values that size a run, weakest source first: YAML, MEGACKPT_ARGS, script, command line."""
     notices: list[str] = []
-    from_env = read_words(shlex.split(env.get(ENVIRONMENT, "")), ENVIRONMENT)
-    command = read_words(words)
-    sources = [from_env, command]
+    lines = [(ENVIRONMENT, shlex.split(env.get(ENVIRONMENT, ""))), ("", list(words))]
     if script is not None:
-        sources.insert(1, read_words(script.words, script.path))
+        lines.insert(1, (script.path, list(script.words)))
         notices += script.notices
+    own: dict[str, Value] = {}
+    sources = []
+    for name, line in lines:
+        rest, found = _planned(line)
+        own |= found
+        sources.append(read_words(rest, name))
     files = [read_yaml(path) for source in sources for path in source.config_files]
-    planned = [_planned(source) for source in (*files, *sources)]
-    _refuse([*files, from_env, command], bool(command.values.get("ignore-unsupported")), notices)
+    strict = [source for source in (*files, *sources) if script is None or source is not sources[1]]
+    _refuse(strict, any(source.values.get("ignore-unsupported") for source in sources), notices)
     if script is not None:
-        _list_unsupported(sources[1], notices)
-    layers = [_sized(source.values) | own for source, own in zip([*files, *sources], planned, strict=True)]
-    merged: dict[str, Value] = {}
-    for key in PLANNED:
-        for layer in layers:
-            if key in layer:
-                merged[key] = layer.pop(key)
-    return merge(layers) | merged, notices
+        _list_unsupported(script, sources[1], notices)
+    values = merge([FIT_TO_PLAN, *(_sized(source.values) for source in (*files, *sources))])
+    return own | values, notices
 
 
-def _planned(source: Source) -> dict[str, Value]:
-    """Takes out of a source what only the planner understands: refusals of those flags are its own business."""
+def _planned(words: Sequence[str]) -> tuple[list[str], dict[str, Value]]:
+    """The words without the flags of PLANNED, and their values."""
+    rest: list[str] = []
     found: dict[str, Value] = {}
-    for key in PLANNED:
-        if key in source.values:
-            found[key] = source.values.pop(key)
-        elif key in source.seen:
-            found[key] = source.seen[key]
-            name = BY_KEY[key].name
-            source.refused = [text for text in source.refused if not text.removeprefix(source.prefix).startswith(name)]
-    return found
+    place = 0
+    while place < len(words):
+        name, equals, attached = words[place].partition("=")
+        key = key_of(name) if name.startswith("--") else ""
+        place += 1
+        if key not in PLANNED:
+            rest.append(words[place - 1])
+            continue
+        flag = BY_KEY[key]
+        raw = [attached] if equals else []
+        if not equals and flag.kind != "switch" and place < len(words):
+            raw = [words[place]]
+            place += 1
+        found[key] = flag.convert(raw) if flag.kind != "text" else " ".join(raw)
+    return rest, found
+
+
+def _sized(values: Layer) -> dict[str, Value]:
+    """Only flags that change bytes or seconds, and the vocabulary."""
+    targets = {key: (BY_KEY[key].target or "").split(".")[0] for key in values}
+    kept = {key: value for key, value in values.items() if targets[key] not in WITHOUT_SIZE}
+    return kept | {key: values[key] for key in ("peak-tflops",) if key in values}
+
+
+def _refuse(sources: Iterable[Source], ignore: bool, notices: list[str]) -> None:
+    """Say everything that cannot be used, all at once; with ``ignore``, refused flags become notices."""
+    fatal: list[str] = []
+    for source in sources:
+        fatal += [*source.unknown, *source.errors]
+        if ignore:
+            notices += [f"left out of the plan: {text}" for text in source.refused]
+        else:
+            fatal += source.refused
+    if fatal:
+        raise UsageError("\n  ".join(["this command line cannot be planned:", *fatal] if len(fatal) > 1 else fatal))
+
+
+def _list_unsupported(script: LaunchScript, source: Source, notices: list[str]) -> None:
+    """A script's flags that this trainer does not have are listed, and planned without."""
+    sizing = [text for text in source.errors if not _about_variable(script, text)]
+    if sizing:
+        raise UsageError("\n  ".join([f"{script.path} cannot be planned:", *sizing]))
+    for text in (*source.refused, *source.unknown, *source.errors):
+        notices.append(f"left out of the plan: {text.removeprefix(source.prefix)}")
+
+
+def _about_variable(script: LaunchScript, text: str) -> bool:
+    """An error about a flag without effect on a plan (a data path that only the cluster knows, say)."""
+    names = [flag for flag in BY_KEY.values() if flag.name in text.split()]
+    return bool(names) and all((f.target or "data.x").split(".")[0] in WITHOUT_SIZE for f in names)
+
+
+# -- the run ----------------------------------------------------------------------------------------------------------
+
+
+def _number(values: Layer, key: str, default: int) -> int:
+    value = values.get(key, default)
+    return value if isinstance(value, int) else default
+
+
+def _world(own: argparse.Namespace, script: LaunchScript | None, values: Layer, notices: list[str]) -> int:
+    """Ranks of the whole run, by --world-size, else as the script starts them, else one copy of the model."""
+    if own.world_size is not None:
+        return int(own.world_size)
+    if script is not None and script.world_size is not None:
+        notices.append(f"--world-size {script.world_size}, as {script.path} starts it")
+        return script.world_size
+    one = _number(values, CONTEXT, 1)
+    for key in ("tensor-model-parallel-size", "pipeline-model-parallel-size"):
+        one *= _number(values, key, 1)
+    notices.append(f"--world-size is not given: planned for one copy of the model, {one} ranks")
+    return one
+
+
+def _config(values: Layer, world: int, notices: list[str]) -> tuple[RunConfig, int]:
+    """The run, and its vocabulary before padding."""
+    given = dict(values)
+    context = _number(given, CONTEXT, 1)
+    if context < 1 or world % context:
+        raise UsageError(f"--world-size {world} is not divisible by --context-parallel-size {context}.")
+    if given.get(HALF):
+        given["params-dtype"] = "bf16"
+        notices.append("--fp16 is planned as --bf16: the same bytes and products")
+    for key in (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS):
+        flag = BY_KEY[key]
+        if given.get(key, 1) not in (1, False) and flag.state == "later":
+            notices.append(f"{flag.name} is planned; this version's trainer does not run it")
+    vocab = _vocabulary(given)
+    given["vocab-size"] = vocab
+    rest = {key: value for key, value in given.items() if key not in PLANNED}
+    return RunConfig(**sections(rest, world // context)), vocab  # type: ignore[arg-type]
+
+
+def _vocabulary(values: Mapping[str, Value]) -> int:
+    tokenizer = str(values.get(TOKENIZER, ""))
+    for key in ("vocab-size", PADDED):
+        if key in values:
+            return _number(values, key, 0) + (key == "vocab-size" and tokenizer == "NullTokenizer")
+    if tokenizer in VOCABULARIES:
+        return VOCABULARIES[tokenizer]
+    raise UsageError(
+        "--vocab-size is needed: how many tokens there are before padding"
+        + (f" (the plan does not open the files of {tokenizer})." if tokenizer else ".")
+    )
+
+
+def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
+    """A run's model as the planner takes it; ``vocab`` before padding."""
+    m = config.model
+    return ModelNumbers(
+        layers=m.num_layers,
+        hidden=m.hidden_size,
+        heads=m.num_attention_heads,
+        kv_heads=m.num_query_groups,
+        head_size=m.kv_channels,
+        ffn=m.ffn_hidden_size,
+        vocab=vocab,
+        padded_vocab=m.padded_vocab_size(vocab, config.parallel.tensor),
+        seq=m.seq_length,
+        norm=m.normalization,
+        positions=m.position_embedding_type,
+        max_positions=m.max_position_embeddings,
+        rotary_share=m.rotary_percent,
+        biases=m.add_bias_linear,
+        tied=m.tie_embeddings,
+        activation="swiglu" if m.swiglu else "squared_relu" if m.squared_relu else "gelu",
+        hidden_dropout=m.hidden_dropout,
+        attention_dropout=m.attention_dropout,
+        fused_attention=m.fused_attention,
+        softmax_fp32=m.attention_softmax_in_fp32,
+        loss_chunk=m.loss_chunk_size or 0,
+    )
+
+
+def _layout(config: RunConfig, values: Layer, machine: Machine) -> Layout:
+    parallel, layers = config.parallel, config.model.num_layers
+    device = parallel.device or ("cpu" if "cpu" in machine.name.lower() else "cuda")
+    return Layout.even(
+        layers,
+        p=parallel.pipeline,
+        v=_chunks(layers, parallel.pipeline, values),
+        t=parallel.tensor,
+        c=_number(values, CONTEXT, 1),
+        d=parallel.data,
+        n=config.micro_batches,
+        micro_batch=config.batch.micro_batch_size,
+        sequence_parallel=parallel.sequence_parallel,
+        act_bytes={"bf16": 2, "fp32": 4, "fp64": 8}[config.precision.params_dtype],
+        sharded_optimizer=bool(values.get(DISTRIBUTED)),
+        device=device,
+    )
+
+
+def _chunks(layers: int, stages: int, values: Layer) -> int:
+    """Chunks per stage, by either of Megatron's flags."""
+    per_chunk = _number(values, CHUNK_LAYERS, 0)
+    if not per_chunk:
+        return _number(values, CHUNKS, 1)
+    if layers % (stages * per_chunk):
+        raise UsageError(
+            f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {layers} layers over {stages}"
+            " stages in chunks of equal size."
+        )
+    return layers // (stages * per_chunk)
+
+
+def policy_of(recompute: RecomputeConfig, *, tensor: int, chunked_loss: bool) -> Policy:
+    """The policy of the recompute flags."""
+    return Policy(
+        granularity=recompute.granularity,
+        method=recompute.method or "uniform",
+        num_layers=recompute.num_layers or 1,
+        modules=recompute.modules,
+        keep=recompute.keep,
+        distribute=recompute.distribute and tensor > 1,
+        chunked_loss=chunked_loss,
+    )
+
+
+def _plan(config: RunConfig, layout: Layout) -> Plan:
+    """The plan of the flags, or the one in --recompute-plan."""
+    path = config.recompute.plan_file
+    if path is None:
+        chunked = config.model.loss_chunk_size is not None
+        return plan_for(layout.pieces, policy_of(config.recompute, tensor=layout.t, chunked_loss=chunked))
+    try:
+        plan = Plan.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--recompute-plan {path}: not a plan of this version ({error}).") from error
+    if [len(stage) for stage in plan.stages] != [layout.v] * layout.p:
+        raise UsageError(f"--recompute-plan {path} is for {len(plan.stages)} stages, this run has {layout.p}.")
+    return plan
+
+
+def _machine(name: str, config: RunConfig, values: Layer) -> Machine:
+    """A row of the table or a file, with the peak of --peak-tflops where that is given."""
+    try:
+        machine = machine_named(name)
+    except (ValueError, TypeError) as error:
+        raise UsageError(f"--machine: {error}.") from None
+    peak = values.get("peak-tflops")
+    if not isinstance(peak, int | float):
+        return machine
+    kind = config.precision.params_dtype
+    sources = {**machine.sources, "peak_flops": "--peak-tflops"}
+    return replace(machine, peak_flops={**machine.peak_flops, kind: peak * 1e12}, sources=sources)
