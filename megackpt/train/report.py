@@ -18,10 +18,9 @@ from megackpt.observe.record import EvaluationRecord, IterationRecord, MemoryCou
 from megackpt.observe.report import METRICS, draw_run
 from megackpt.observe.throughput import peak_tflops, throughput
 from megackpt.observe.writers import build_writers, logging_rank
-from megackpt.plan.demand import replayed_by_layer
-from megackpt.plan.flops import ModelShape, hardware_flops, model_flops
 from megackpt.train.build import Trainer
 from megackpt.train.checkpoint import Position
+from megackpt.train.foresight import foresee, step_flops
 from megackpt.train.step import StepOutcome
 
 
@@ -77,7 +76,7 @@ class Reporter:
             f"{', sequence parallel' if trainer.config.parallel.sequence_parallel else ''};"
             f" {trainer.config.micro_batches} micro-batches per step; recompute: {trainer.plan.name}"
         )
-        for message in (*trainer.datasets.notes, *messages):
+        for message in (*foresee(trainer), *trainer.datasets.notes, *messages):
             self.say(f"megackpt: {message}")
         if self.speaks and self.run_dir is not None:
             (self.run_dir / "config.yaml").write_text(trainer.config.to_yaml())
@@ -177,44 +176,6 @@ def record_size(record: object) -> int:
     for extent in shape:
         size *= extent
     return size
-
-
-def step_flops(trainer: Trainer) -> tuple[float, float]:
-    """Model FLOPs and hardware FLOPs of one step over all devices."""
-    config, model = trainer.config, trainer.config.model
-    shape = ModelShape(
-        layers=model.num_layers,
-        hidden=model.hidden_size,
-        heads=model.num_attention_heads,
-        kv_heads=model.num_query_groups,
-        head_size=model.kv_channels,
-        ffn=model.ffn_hidden_size,
-        padded_vocab=model.padded_vocab_size(trainer.vocab, trainer.mesh.tp.size),
-        seq=model.seq_length,
-        gated=model.gated,
-    )
-    absent = absent_steps(trainer)
-    layers: list[tuple[str, ...]] = []
-    first = 0
-    for stage in trainer.plan.stages:
-        for chunk in stage:
-            count = sum(1 for address in chunk.save_sets if address.startswith("layers."))
-            layers += replayed_by_layer(chunk, range(first, first + count), absent)
-            first += count
-    batch = config.batch.global_batch_size
-    return model_flops(shape, batch), hardware_flops(shape, batch, layers)
-
-
-def absent_steps(trainer: Trainer) -> tuple[str, ...]:
-    """Steps of the table that this run's layers do not have."""
-    absent = ["attn.qknorm"]
-    if trainer.config.model.position_embedding_type != "rope":
-        absent.append("attn.rope")
-    if trainer.mesh.tp.size == 1:
-        absent += ["attn.reduce", "mlp.reduce"]
-    if not trainer.config.parallel.sequence_parallel:
-        absent += ["attn.gather", "mlp.gather"]
-    return tuple(absent)
 
 
 def device_memory(trainer: Trainer) -> MemoryCounters:

@@ -442,3 +442,18 @@ def test_inspecting_a_graph_outside_of_a_backward() -> None:
     assert calls.count == {"a": 2} and torch.equal(x.grad, (X * 2.0).cos() * 2.0)
     del result
     assert alive() == {}
+
+
+def test_a_rebuilt_input_goes_when_its_reader_has_run() -> None:
+    """A chain of dropped steps of which only the last output is saved: while it is replayed, one step's input and
+    output are alive, not the whole chain."""
+    x = X.clone().requires_grad_()
+    with Tape(DROP_ALL):
+        y = x
+        for _ in range(30):
+            y = step("a", lambda x: x + 1.0, y)
+        loss = step("last", torch.sin, y).sum()
+        del y
+    with Census() as census:
+        loss.backward()
+    assert census.peak <= 3 * X.nbytes + loss.nbytes  # with the gradient

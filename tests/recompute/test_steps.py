@@ -218,6 +218,20 @@ def test_a_linear_is_never_run_again_for_its_input_and_weight() -> None:
     assert sum(products.seen.values()) == 2  # the two gradients
 
 
+def test_a_step_is_not_run_again_for_what_it_was_given() -> None:
+    """An output that is the input, or a view of it, stays what it is: kept, or rebuilt by whoever made it."""
+    calls = Calls()
+    x = X.clone().requires_grad_()
+    with Tape(DROP_ALL):
+        y = step("make", calls("make", lambda x: x + 1.0), x)
+        same, view = step("pass", calls("pass", lambda x, y: (x, y.t()[1:])), x, y)
+        result = step("use", calls("use", lambda a, b: a.sin().sum() + b.exp().sin().sum()), same, view)
+        loss = result + (same * same).sum()
+        del y, same, view, result
+    loss.backward()
+    assert calls.count == {"make": 2, "pass": 1, "use": 2}
+
+
 def test_frozen_and_missing_gradients() -> None:
     """AR-01: inputs without gradient, frozen parameters, a parameter that nothing uses."""
     frozen = torch.nn.Parameter(W, requires_grad=False)

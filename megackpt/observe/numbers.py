@@ -1,0 +1,54 @@
+"""A run's configuration as the planner takes it: plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from megackpt.config.run import RunConfig
+from megackpt.plan.numbers import Layout, ModelNumbers
+
+ACTIVATION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
+
+
+def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
+    """The model of a run; ``vocab`` before padding."""
+    m = config.model
+    return ModelNumbers(
+        layers=m.num_layers,
+        hidden=m.hidden_size,
+        heads=m.num_attention_heads,
+        kv_heads=m.num_query_groups,
+        head_size=m.kv_channels,
+        ffn=m.ffn_hidden_size,
+        vocab=vocab,
+        padded_vocab=m.padded_vocab_size(vocab, config.parallel.tensor),
+        seq=m.seq_length,
+        norm=m.normalization,
+        positions=m.position_embedding_type,
+        max_positions=m.max_position_embeddings,
+        rotary_share=m.rotary_percent,
+        biases=m.add_bias_linear,
+        tied=m.tie_embeddings,
+        activation="swiglu" if m.swiglu else "squared_relu" if m.squared_relu else "gelu",
+        hidden_dropout=m.hidden_dropout,
+        attention_dropout=m.attention_dropout,
+        fused_attention=m.fused_attention,
+        softmax_fp32=m.attention_softmax_in_fp32,
+        loss_chunk=m.loss_chunk_size or 0,
+    )
+
+
+def layout_numbers(config: RunConfig, pieces: Sequence[Sequence[range]], device: str) -> Layout:
+    """The layout of a run whose layers lie in ``pieces`` [stage][chunk], on ``device`` (cpu or cuda)."""
+    parallel = config.parallel
+    return Layout(
+        tuple(tuple(stage) for stage in pieces),
+        t=parallel.tensor,
+        c=parallel.context,
+        d=parallel.data,
+        n=config.micro_batches,
+        micro_batch=config.batch.micro_batch_size,
+        sequence_parallel=parallel.sequence_parallel,
+        act_bytes=ACTIVATION_BYTES[config.precision.params_dtype],
+        device=device,
+    )

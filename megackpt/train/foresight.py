@@ -1,0 +1,91 @@
+"""What the plan will cost, said before the first step: bytes per stage, work, whether something leaner is needed."""
+
+from __future__ import annotations
+
+from megackpt.observe.log_line import format_bytes
+from megackpt.observe.numbers import layout_numbers, model_numbers
+from megackpt.plan.decision import ChunkPlan
+from megackpt.plan.demand import replayed_by_layer
+from megackpt.plan.flops import ModelShape, hardware_flops, model_flops
+from megackpt.plan.numbers import Layout, ModelNumbers
+from megackpt.plan.policies import Policy, plan_for
+from megackpt.plan.predict import Prediction, predict
+from megackpt.plan.profile import absent_steps, profile
+from megackpt.train.build import Trainer
+
+LEANEST = Policy(granularity="full", keep="layer-input")
+LEANEST_FLAGS = "--recompute-granularity full --recompute-keep layer-input"
+
+
+def foresee(trainer: Trainer) -> tuple[str, ...]:
+    """Sentences for the user: the kept bytes of the chosen plan, of none and of the leanest, and the replayed work."""
+    model, layout = numbers_of(trainer)
+    made = profile(model, layout)
+    pieces = [list(stage) for stage in layout.pieces]
+    chosen = predict(model, layout, trainer.plan, made=made)
+    none = predict(model, layout, plan_for(pieces, Policy()), made=made)
+    leanest = predict(model, layout, plan_for(pieces, LEANEST), made=made)
+    flops, hardware = step_flops(trainer)
+    said = [
+        f"kept activations by stage, predicted: {_kept(chosen)} (none {_kept(none)};"
+        f" leanest {_kept(leanest)}, {LEANEST_FLAGS}); replay adds {100 * (hardware / flops - 1):.1f} %"
+        " to a step's FLOPs"
+    ]
+    memory = trainer.seam.total_bytes()
+    if memory is not None:
+        said += _warnings(chosen, leanest, memory)
+    return tuple(said)
+
+
+def _kept(prediction: Prediction) -> str:
+    return " / ".join(format_bytes(stage.kept_peak_bytes) for stage in prediction.stages)
+
+
+def _warnings(chosen: Prediction, leanest: Prediction, memory: int) -> list[str]:
+    """Whether the device has room for what is predicted."""
+    if chosen.peak_bytes <= memory:
+        return []
+    wanted, least = format_bytes(chosen.peak_bytes), format_bytes(leanest.peak_bytes)
+    if leanest.peak_bytes <= memory:
+        return [f"this plan needs {wanted} of {format_bytes(memory)}; {LEANEST_FLAGS} needs {least} and fits"]
+    return [f"this plan needs {wanted} of {format_bytes(memory)}, the leanest still {least}: split the model further"]
+
+
+def numbers_of(trainer: Trainer) -> tuple[ModelNumbers, Layout]:
+    """The run as the planner takes it."""
+    pieces = [[layers_of(chunk) for chunk in stage] for stage in trainer.plan.stages]
+    return (
+        model_numbers(trainer.config, trainer.vocab),
+        layout_numbers(trainer.config, pieces, trainer.seam.kind),
+    )
+
+
+def layers_of(chunk: ChunkPlan) -> range:
+    """The global layers that a chunk's plan names."""
+    named = sorted(int(a.removeprefix("layers.")) for a in chunk.save_sets if a.startswith("layers."))
+    return range(named[0], named[-1] + 1) if named else range(0)
+
+
+def step_flops(trainer: Trainer) -> tuple[float, float]:
+    """Model FLOPs and hardware FLOPs of one step over all devices."""
+    model, layout = numbers_of(trainer)
+    shape = ModelShape(
+        layers=model.layers,
+        hidden=model.hidden,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_size=model.head_size,
+        ffn=model.ffn,
+        padded_vocab=model.padded_vocab,
+        seq=model.seq,
+        gated=model.gated,
+    )
+    absent = absent_steps(model, layout)
+    replayed = [
+        steps
+        for stage in trainer.plan.stages
+        for chunk in stage
+        for steps in replayed_by_layer(chunk, layers_of(chunk), absent)
+    ]
+    batch = trainer.config.batch.global_batch_size
+    return model_flops(shape, batch), hardware_flops(shape, batch, replayed)
