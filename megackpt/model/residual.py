@@ -9,7 +9,7 @@ from torch.nn import Parameter
 
 from megackpt.config.model import ModelConfig
 from megackpt.recompute import Scope, dropout
-from megackpt.tensor.collectives import gather_sequence, reduce_from_tp, reduce_scatter_sequence
+from megackpt.tensor.collectives import GatherSequence, reduce_from_tp, reduce_scatter_sequence
 from megackpt.tensor.context import TensorParallel
 
 
@@ -33,7 +33,7 @@ class Residual(nn.Module):
 
 def gather_step(step: Scope, name: str, tp: TensorParallel, x: Tensor) -> Tensor:
     """[s/t, b, h] -> [s, b, h]: a step of its own under sequence parallelism, else nothing at all."""
-    return step(name, partial(gather_sequence, axis=tp.axis), x) if tp.sequence_parallel else x
+    return step(name, GatherSequence(tp.axis), x) if tp.sequence_parallel else x
 
 
 def reduce_step(step: Scope, name: str, tp: TensorParallel, x: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ budget_bytes=...)``, ``apply(policy, model)`` on a model of others.
 
 from megackpt.recompute.account import KeptBytes
 from megackpt.recompute.apply import Applied, apply, undo
+from megackpt.recompute.call import TwoPhase
 from megackpt.recompute.checkpoint import checkpoint, noop_context_fn
 from megackpt.recompute.context import is_replaying, masks_kept, product_wanted
 from megackpt.recompute.dropout import MaskSource, dropout, keep_scale
@@ -37,8 +38,8 @@ from megackpt.recompute.verify import VerifyError
 
 __all__ = [
     "Applied", "Fitted", "KeptBytes", "MaskSource", "ModuleProfile", "Policy", "Profile", "ReplayError", "Report",
-    "RngLedger", "Scope", "Stream", "Tape", "VerifyError", "apply", "at", "both", "chain", "checkpoint", "dropout",
-    "either", "fit", "is_replaying", "keep_scale", "masks_kept", "measure", "noop_context_fn", "product_wanted",
+    "RngLedger", "Scope", "Stream", "Tape", "TwoPhase", "VerifyError", "apply", "at", "both", "chain", "checkpoint",
+    "dropout", "either", "fit", "is_replaying", "keep_scale", "masks_kept", "measure", "noop_context_fn", "product_wanted",
     "report", "save_and_offload_only_these_names", "save_anything_except_these_names", "save_boundaries",
     "save_everything", "save_if", "save_nothing", "save_only_these_names", "sequential", "step", "undo",
 ]  # fmt: skip

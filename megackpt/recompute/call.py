@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -52,6 +53,25 @@ class Input:
             assert self.box is not None and self.box.value is not None
             tensor = self.box.value.as_strided(*self.geometry)
         return tensor.detach().requires_grad_(self.requires_grad)
+
+
+class TwoPhase(ABC):
+    """A step's function that can be begun before anybody waits for it: a collective.
+
+    Called, it does both phases.  Asked ahead (:meth:`Producer.ahead`), a replay launches it and finishes it when the
+    result is wanted, so that what happens between the two overlaps.
+    """
+
+    @abstractmethod
+    def __call__(self, *args: Any) -> Any: ...
+
+    @abstractmethod
+    def launch(self, *args: Any) -> Any:
+        """Begin, and return whatever :meth:`finish` needs."""
+
+    @abstractmethod
+    def finish(self, launched: Any) -> Any:
+        """Wait, and return the step's result."""
 
 
 class StepCall:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megackpt.recompute.batchnorm import Statistics, training_norms
-from megackpt.recompute.call import StepCall, autocast_as, tensors_of
+from megackpt.recompute.call import StepCall, TwoPhase, autocast_as, tensors_of
 from megackpt.recompute.context import pack, state
 from megackpt.recompute.handle import Internal, Kept, Meta, ReplayError, View, meta_of
 from megackpt.recompute.producer import Producer
@@ -31,7 +31,7 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class Record(Producer):
     """One dropped step of one forward: its call, and the slots of what autograd saved inside it."""
 
-    __slots__ = ("tape", "call", "packs", "slots", "outputs", "watch", "differentiates", "ends_in_result")
+    __slots__ = ("tape", "call", "packs", "slots", "outputs", "watch", "differentiates", "ends_in_result", "launched")
 
     def __init__(self, tape: Tape, call: StepCall, watch: Watch | None = None) -> None:
         super().__init__(call.where)
@@ -40,6 +40,7 @@ class Record(Producer):
         self.differentiates = False  # the step takes gradients itself, so its replay needs a graph that works
         self.call = call
         self.packs = 0
+        self.launched: Any = None  # what a two-phase step that was asked ahead needs to finish
         # The last tensor saved is the step's result: after it there is nothing whose skipping is worth an exception.
         self.ends_in_result = False
         self.slots: dict[int, weakref.ref[Internal]] = {}
@@ -60,6 +61,12 @@ class Record(Producer):
             if (h := slot()) is not None:
                 h.value = None
 
+    def ahead(self) -> None:
+        """Launch a two-phase step whose inputs are there and whose result will be asked for."""
+        if self.launched is None and isinstance(self.call.fn, TwoPhase) and not self.missing() and self.wanted():
+            args, _ = self.call.arguments()
+            self.launched = (self.call.fn.launch(*args),)
+
     def rebuild(self) -> None:
         """Run the step once more."""
         try:
@@ -76,7 +83,10 @@ class Record(Producer):
         """Everything ambient is put back even when it fails: grad mode, hooks, random streams, replay context,
         running statistics."""
         frame, call, ledger, watch = ReplayFrame(self), self.call, self.tape.ledger, self.watch
-        args, kwargs = call.arguments()
+        fn, (args, kwargs) = call.fn, call.arguments()
+        if self.launched is not None:
+            assert isinstance(fn, TwoPhase)
+            fn, args, kwargs, self.launched = fn.finish, self.launched, {}, None
         norms = training_norms(call.fn)
         statistics = Statistics(norms) if norms else None
         before = ledger.snapshot() if call.rng is not None else None
@@ -88,7 +98,7 @@ class Record(Producer):
             if call.rng is not None:
                 ledger.restore(call.rng)
             with autocast_as(call.autocast):
-                frame.finish(call.fn(*args, **kwargs) if watch is None else watch.replay(call.fn, args, kwargs))
+                frame.finish(fn(*args, **kwargs) if watch is None else watch.replay(fn, args, kwargs))
             if watch is not None:
                 watch.settle()
         except _Stop:

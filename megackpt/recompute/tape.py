@@ -15,7 +15,7 @@ import torch
 
 from megackpt.plan import ChunkPlan
 from megackpt.recompute.account import KeptBytes
-from megackpt.recompute.call import StepCall
+from megackpt.recompute.call import StepCall, TwoPhase
 from megackpt.recompute.context import LIVE, state
 from megackpt.recompute.handle import Kept, Tag
 from megackpt.recompute.opaque import opaque
@@ -66,6 +66,7 @@ class Tape:
         self._tags: list[weakref.ref[Tag]] = []
         self._records: list[weakref.ref[Record]] = []
         self._stored: list[weakref.ref[Stored]] = []
+        self._two_phase: list[weakref.ref[Record]] = []
         self._kept: dict[str, int] | None = None  # by step, once the forward has ended
         self._alive: list[tuple[weakref.ref[Kept], str]] = []
         self._previous: Tape | None = None
@@ -122,11 +123,13 @@ class Tape:
         self._tags.clear()
 
     def ahead(self) -> None:
-        """Begin to bring back what waits in tiers, for a caller that knows the backward is near."""
-        for place in self._stored:
-            stored = place()
-            if stored is not None:
-                stored.ahead()
+        """Begin what can be begun of the rebuilding (copies from tiers, collectives whose inputs are there), for a
+        caller that knows the backward is near.  All ranks of a group must call it at the same place."""
+        places: list[weakref.ref[Any]] = [*self._stored, *self._two_phase]
+        for place in places:
+            producer: Producer | None = place()
+            if producer is not None:
+                producer.ahead()
 
     def store(self, choice: str, where: str, tensor: torch.Tensor) -> Producer:
         """Put a tensor's storage into the tier of that name.  Raises ValueError if the tape was given none."""
@@ -150,6 +153,8 @@ class Tape:
         self._tags.append(weakref.ref(tag))
 
     def note_record(self, record: Record) -> None:
+        if isinstance(record.call.fn, TwoPhase):
+            self._two_phase.append(weakref.ref(record))
         if self._account is not None:
             self._records.append(weakref.ref(record))
         elif self._around is not None:

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from megackpt.mesh.process_mesh import Axis
+from megackpt.recompute import TwoPhase
 
 # -- plain functions, no autograd --------------------------------------------------------------------------------
 
@@ -70,6 +71,26 @@ def _share(x: Tensor, axis: Axis) -> int:
     if x.shape[0] % axis.size:
         raise ValueError(f"a sequence of {x.shape[0]} does not divide over {axis.size} tensor-parallel ranks")
     return x.shape[0] // axis.size
+
+
+class GatherSequence(TwoPhase):
+    """:func:`gather_sequence` over one axis as a step's function, which a replay may begin ahead."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return gather_sequence(x, self.axis)
+
+    def launch(self, x: Tensor) -> tuple[Tensor, Tensor, dist.Work | None]:
+        source = x.detach()
+        return source, *launch_gather(source, self.axis)
+
+    def finish(self, launched: tuple[Tensor, Tensor, dist.Work | None]) -> Tensor:
+        _, out, work = launched
+        if work is not None:
+            work.wait()
+        return out
 
 
 def gather_flat(part: Tensor, axis: Axis) -> Tensor:

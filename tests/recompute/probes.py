@@ -5,6 +5,7 @@ Nothing here asks the engine's own counters.  `torch.distributed` is wrapped by 
 
 from __future__ import annotations
 
+import gc
 import math
 import threading
 import weakref
@@ -19,6 +20,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megackpt.recompute import Scope, is_replaying
+from megackpt.recompute.handle import Box, Cell, Internal, Kept, Tag, View
+from megackpt.recompute.replay import Record
+from megackpt.recompute.tiers.base import Stored
 
 aten = torch.ops.aten
 
@@ -137,3 +141,15 @@ class Recorder:
             return result
 
         return self.scope(name, watched, *args, **kwargs)
+
+
+ENGINE = (Record, Stored, Kept, Internal, View, Box, Cell, Tag)
+
+
+def alive() -> dict[str, int]:
+    """Objects of the engine that exist, without a collection."""
+    found: dict[str, int] = {}
+    for thing in gc.get_objects():
+        if type(thing) in ENGINE:
+            found[type(thing).__name__] = found.get(type(thing).__name__, 0) + 1
+    return found

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megackpt.config.errors import UsageError
+from megackpt.config.flags import FLAGS
 from megackpt.config.recompute import RecomputeConfig
 from megackpt.pipeline import Executor, StageResult, TensorSpec
 from megackpt.plan import ChunkPlan, Group, SaveSet, chunk_plan
@@ -89,18 +90,12 @@ def test_rn_01_dropout_over_100_steps() -> None:
 
 def test_rn_02_no_option_leaves_random_streams_out_of_a_replay() -> None:
     """The right values cost nothing, so nothing turns them off: no flag, no field, no dropout without a stream."""
-    assert {name for name in known_flags() if "rng" in name} == {"--no-save-rng", "--no-load-rng"}
+    assert {flag.name for flag in FLAGS if "rng" in flag.name} == {"--no-save-rng", "--no-load-rng"}
     assert not [f.name for f in fields(RecomputeConfig) if "rng" in f.name or "random" in f.name]
     with pytest.raises(ValueError, match="dropout of 0.1 needs a random stream"):
         dropout(numbers(2, 2), 0.1, None)
     with pytest.raises(UsageError, match="--no-preserve-rng-state"):
         parse("--recompute-granularity full --hidden-dropout 0.1 --no-preserve-rng-state")
-
-
-def known_flags() -> set[str]:
-    from megackpt.config.flags import FLAGS
-
-    return {flag.name for flag in FLAGS}
 
 
 def test_rn_06_the_next_numbers_are_those_of_a_run_without() -> None:

@@ -30,6 +30,7 @@ from tests.recompute.harness import (
     numbers,
     plan,
 )
+from tests.recompute.probes import Census
 
 X, W = numbers(6, 8), numbers(8, 8, seed=2)
 PLANS = {
@@ -168,8 +169,6 @@ def assert_same_as_plain(body: Callable[[Tensor, Tensor], Tensor]) -> None:
 
 def test_checkpoint_around_steps_still_saves() -> None:
     """Without passing kept tensors on, everything inside stayed alive beside the checkpoint."""
-    from tests.recompute.probes import Census
-
     x, w = numbers(600, 8).requires_grad_(), torch.nn.Parameter(W)
     alive = []
     for run in (nested, taped(nested, plan()), taped(nested, drop("norm"))):

@@ -9,9 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megackpt.mesh.process_mesh import single_axis
 from megackpt.plan import Decision
 from megackpt.recompute import KeptBytes, Tape, is_replaying, step
 from megackpt.recompute.tiers import HostTier
+from megackpt.tensor.linear import ColumnLinear
 from tests.recompute.harness import (
     DROP_ALL,
     Calls,
@@ -23,6 +25,7 @@ from tests.recompute.harness import (
     plan,
 )
 from tests.recompute.probes import Census, Products
+from tests.tensor.probes import tensor_parallel
 
 X, W = numbers(6, 8), numbers(8, 8, seed=2)
 
@@ -255,10 +258,6 @@ def test_frozen_and_missing_gradients() -> None:
 
 def test_frozen_linear_of_our_own_in_an_outer_step() -> None:
     """A linear without any gradient packs nothing, so its product must not be taken for unwanted."""
-    from megackpt.mesh.process_mesh import single_axis
-    from megackpt.tensor.linear import ColumnLinear
-    from tests.tensor.probes import tensor_parallel
-
     linear = ColumnLinear(tensor_parallel(single_axis(), dtype=torch.float32), 8, 8, name="a", std=0.3)
     linear.requires_grad_(False)
     assert_same(lambda w: step("a", lambda x: linear(x) * w, X.view(6, 1, 8)), [W[0]], drop("a"))
