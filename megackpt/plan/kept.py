@@ -74,8 +74,9 @@ class _Layer:
     def _internals(self, step: StepCost, choice: str, masks: bool) -> bool:
         """Save what is saved inside; whether the output's own storage stays for it."""
         others = step.internal_bytes - (step.output_bytes if step.output_is_internal else 0)
-        stored = step.mask_bytes if masks else 0
-        if not step.internal_bytes and not stored:
+        if masks and step.mask_bytes:
+            self.storages[f"{step.name} masks"] = step.mask_bytes
+        if not step.internal_bytes:
             return False
         if choice == REPLAY:
             self.slotted.add(step.name)
@@ -83,7 +84,6 @@ class _Layer:
         if choice != KEEP:
             return False
         self.storages |= {f"{step.name} internals": others} if others else {}
-        self.storages |= {f"{step.name} masks": stored} if stored else {}
         if step.output_is_internal:
             self._keep(step.name)
         return step.output_is_internal

@@ -186,12 +186,7 @@ class _Backward:
 
     def _slotted(self) -> set[str]:
         save_set = self.layer.save_set
-        return {
-            s.name
-            for s in self.profile.steps
-            if save_set[s.name].internals == REPLAY
-            and (s.internal_bytes or (s.mask_bytes and save_set[s.name].masks == KEEP))
-        }
+        return {s.name for s in self.profile.steps if save_set[s.name].internals == REPLAY and s.internal_bytes}
 
     # -- the walk ------------------------------------------------------------------------------------------------
 

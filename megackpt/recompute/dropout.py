@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from megackpt.recompute.context import masks_kept
+from megackpt.recompute.handle import mark_mask
 from megackpt.recompute.rng import Stream
 
 _LEVELS = 1 << 16
@@ -48,7 +49,10 @@ class MaskSource:
         self.keep = masks_kept()
 
     def first(self) -> Tensor:
-        return keep_mask(self.shape, self.p, self.stream.draw())
+        mask = keep_mask(self.shape, self.p, self.stream.draw())
+        if self.keep:
+            mark_mask(mask)
+        return mask
 
     def again(self) -> Tensor:
         return keep_mask(self.shape, self.p, self.stream.at(self.position))

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from megackpt.recompute.replay import Record
 
 _OUTPUT_TAG = "_megackpt_tag"
+_MASK_TAG = "_megackpt_mask"
 
 
 class ReplayError(RuntimeError):
@@ -185,6 +186,15 @@ class Tag:
 
 def write_tag(tensor: Tensor, tag: Tag) -> None:
     setattr(tensor.untyped_storage(), _OUTPUT_TAG, tag)
+
+
+def mark_mask(tensor: Tensor) -> None:
+    """Say of a stored dropout mask what it is: the decision for masks counts for it, not the one for internals."""
+    setattr(tensor.untyped_storage(), _MASK_TAG, True)
+
+
+def is_mask(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _MASK_TAG)
 
 
 def live_tag(tensor: Tensor) -> Tag | None:

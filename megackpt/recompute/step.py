@@ -27,6 +27,7 @@ from megackpt.recompute.handle import (
     Kept,
     Tag,
     View,
+    is_mask,
     is_parameter,
     live_tag,
     meta_of,
@@ -190,7 +191,7 @@ class ForwardFrame:
         if tag is not None:
             return View(tag.cell().open(), tensor)
         internals = self.decision.internals
-        if internals != KEEP and not self.is_input(tensor):
+        if internals != KEEP and not self.is_input(tensor) and not self._keeps_as_mask(tensor):
             if internals == REPLAY:
                 return self._slot(tensor)
             if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()):
@@ -200,6 +201,9 @@ class ForwardFrame:
         if self.decision.output != KEEP:
             self.held.add(storage_key(tensor))
         return kept
+
+    def _keeps_as_mask(self, tensor: Tensor) -> bool:
+        return self.decision.masks == KEEP and is_mask(tensor)
 
     def _slot(self, tensor: Tensor) -> Internal:
         assert self.record is not None

@@ -132,12 +132,12 @@ def test_an_input_that_nobody_gives_back_is_refused():
         kept_bytes(block, keep_everything(), input_choice=REPLAY)
 
 
-def test_masks_of_a_replayed_residual_hold_its_inputs():
-    """A kept mask inside a replayed step is a reason to run it again, and so to keep what it reads."""
+def test_the_decision_for_masks_counts_for_masks_alone():
+    """A kept mask is a byte per element whatever happens to the internals, and no reason to run the residual again."""
     block = profile(paper_model("22B"), paper_layout("22B", sp=True)).block
-    save_set = SaveSet({"mlp.residual": Decision("keep", REPLAY, "keep")})
-    kept = keep_layer(block, save_set)
-    assert "mlp.residual" in kept.replayed and "mlp.reduce" in kept.storages
+    kept = keep_layer(block, SaveSet({"mlp.residual": Decision("keep", REPLAY, "keep")}))
+    assert "mlp.residual" not in kept.replayed and "mlp.reduce" not in kept.storages
+    assert kept.storages["mlp.residual masks"] == 2048 * 4 * 6144 // 8
 
 
 def test_groups_keep_their_input_alone():

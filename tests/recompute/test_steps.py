@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megackpt.mesh.process_mesh import single_axis
-from megackpt.plan import Decision
-from megackpt.recompute import KeptBytes, Tape, is_replaying, step
+from megackpt.plan import REPLAY, ChunkPlan, Decision, SaveSet
+from megackpt.recompute import KeptBytes, RngLedger, Stream, Tape, dropout, is_replaying, step
 from megackpt.recompute.tiers import HostTier
 from megackpt.tensor.linear import ColumnLinear
 from tests.recompute.harness import (
@@ -354,3 +354,26 @@ def test_what_the_report_leaves_out() -> None:
     assert tape.report() == {"a": X.nbytes, "b": 6 * 4 * 4}
     result.sum().backward()
     assert tape.kept_now() == {}
+
+
+def test_a_kept_mask_stays_when_the_internals_of_its_step_go() -> None:
+    """The residual is not run again for its mask, and nothing holds the product that went into it."""
+    calls: list[str] = []
+    stream = Stream("s", 3)
+    x = torch.randn(5, 7, requires_grad=True)
+
+    def product(x: torch.Tensor) -> torch.Tensor:
+        calls.append("product")
+        return x * 3.0
+
+    def residual(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        calls.append("residual")
+        return x + dropout(y, 0.5, stream)
+
+    plan = ChunkPlan({"": SaveSet({"residual": Decision(internals=REPLAY), "product": Decision(output=REPLAY)})})
+    account = KeptBytes()
+    with Tape(plan, RngLedger(defaults=False), account=account):
+        y = step("residual", residual, x, step("product", product, x))
+    assert account.live == 5 * 7
+    y.sum().backward()
+    assert calls == ["product", "residual"]
