@@ -50,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"build_corpus.py: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # no permission, a full disk; inputs are checked when they are opened
+        print(f"build_corpus.py: --output {args.output}: cannot be written: {error}", file=sys.stderr)
+        return 2
     print(f"{count:,} documents, {size / 1e6:.2f} MB of text: {args.output}", flush=True)
     return 0
 

@@ -70,6 +70,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"preprocess_data.py: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # no permission, a full disk; inputs are checked when they are opened
+        print(f"preprocess_data.py: --output-prefix {args.output_prefix}: cannot be written: {error}", file=sys.stderr)
+        return 2
     _print(report, time.monotonic() - start)
     return 1 if args.strict and report.odd else 0
 

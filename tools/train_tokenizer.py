@@ -63,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(f"train_tokenizer.py: {error}", file=sys.stderr)
         return 2
+    except OSError as error:  # no permission, a full disk; inputs are checked when they are opened
+        print(f"train_tokenizer.py: --output {args.output}: cannot be written: {error}", file=sys.stderr)
+        return 2
     print(f"{pieces:,} pieces in {time.monotonic() - start:.1f} s: {args.output}", flush=True)
     return 0
 

@@ -18,14 +18,14 @@ from megackpt.config.flag import Layer, Value, key_of
 from megackpt.config.flags import BY_KEY
 from megackpt.config.launch_script import LaunchScript, read_launch_script
 from megackpt.config.parse import ENVIRONMENT
-from megackpt.config.recompute import RecomputeConfig
 from megackpt.config.resolve import sections
 from megackpt.config.run import RunConfig
 from megackpt.config.sources import Source, merge, read_words, read_yaml
+from megackpt.observe.numbers import model_numbers, policy_of
 from megackpt.plan.accelerators import GIB, Machine, machine_named
 from megackpt.plan.decision import Plan
 from megackpt.plan.numbers import Layout, ModelNumbers
-from megackpt.plan.policies import Policy, plan_for
+from megackpt.plan.policies import plan_for
 
 # Sections of RunConfig that do not change bytes or seconds.
 WITHOUT_SIZE = ("optimizer", "train", "data", "checkpoint", "logging")
@@ -34,8 +34,8 @@ FIT_TO_PLAN: Layer = {"lr": 1.0, "train-iters": 1, "mock-data": True}
 # Flags that the planner reads itself, whether this version's trainer runs them or not.
 DISTRIBUTED, CONTEXT = "use-distributed-optimizer", "context-parallel-size"
 CHUNK_LAYERS, CHUNKS = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
-HALF, TOKENIZER, PADDED = "fp16", "tokenizer-type", "padded-vocab-size"
-PLANNED = (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS, HALF, TOKENIZER, PADDED)
+HALF, TOKENIZER, MERGES, PADDED = "fp16", "tokenizer-type", "merge-file", "padded-vocab-size"
+PLANNED = (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS, HALF, TOKENIZER, MERGES, PADDED)
 
 # Vocabularies of tokenizers that scripts name without saying their size.
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -111,7 +111,7 @@ def _planned(words: Sequence[str]) -> tuple[list[str], dict[str, Value]]:
             continue
         flag = BY_KEY[key]
         raw = [attached] if equals else []
-        if not equals and flag.kind != "switch" and place < len(words):
+        if not equals and flag.kind != "switch" and place < len(words) and not words[place].startswith("--"):
             raw = [words[place]]
             place += 1
         found[key] = flag.convert(raw) if flag.kind != "text" else " ".join(raw)
@@ -165,13 +165,15 @@ def _world(own: argparse.Namespace, script: LaunchScript | None, values: Layer, 
     """Ranks of the whole run, by --world-size, else as the script starts them, else one copy of the model."""
     if own.world_size is not None:
         return int(own.world_size)
-    if script is not None and script.world_size is not None:
-        notices.append(f"--world-size {script.world_size}, as {script.path} starts it")
-        return script.world_size
     one = _number(values, CONTEXT, 1)
     for key in ("tensor-model-parallel-size", "pipeline-model-parallel-size"):
         one *= _number(values, key, 1)
-    notices.append(f"--world-size is not given: planned for one copy of the model, {one} ranks")
+    started = None if script is None else script.world_size
+    if script is not None and started is not None and started >= one:
+        notices.append(f"--world-size {started}, as {script.path} starts it")
+        return started
+    known = "--world-size is not given" if started is None else f"the script starts {started} ranks only"
+    notices.append(f"{known}: planned for one copy of the model, {one} ranks; give --world-size")
     return one
 
 
@@ -186,7 +188,8 @@ def _config(values: Layer, world: int, notices: list[str]) -> tuple[RunConfig, i
         notices.append("--fp16 is planned as --bf16: the same bytes and products")
     for key in (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS):
         flag = BY_KEY[key]
-        if given.get(key, 1) not in (1, False) and flag.state == "later":
+        asked = given.get(key, False)
+        if (asked is True or (asked is not False and asked != 1)) and flag.state == "later":
             notices.append(f"{flag.name} is planned; this version's trainer does not run it")
     vocab = _vocabulary(given)
     given["vocab-size"] = vocab
@@ -199,39 +202,13 @@ def _vocabulary(values: Mapping[str, Value]) -> int:
     for key in ("vocab-size", PADDED):
         if key in values:
             return _number(values, key, 0) + (key == "vocab-size" and tokenizer == "NullTokenizer")
+    if not tokenizer and MERGES in values:
+        tokenizer = "GPT2BPETokenizer"
     if tokenizer in VOCABULARIES:
         return VOCABULARIES[tokenizer]
     raise UsageError(
         "--vocab-size is needed: how many tokens there are before padding"
         + (f" (the plan does not open the files of {tokenizer})." if tokenizer else ".")
-    )
-
-
-def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
-    """A run's model as the planner takes it; ``vocab`` before padding."""
-    m = config.model
-    return ModelNumbers(
-        layers=m.num_layers,
-        hidden=m.hidden_size,
-        heads=m.num_attention_heads,
-        kv_heads=m.num_query_groups,
-        head_size=m.kv_channels,
-        ffn=m.ffn_hidden_size,
-        vocab=vocab,
-        padded_vocab=m.padded_vocab_size(vocab, config.parallel.tensor),
-        seq=m.seq_length,
-        norm=m.normalization,
-        positions=m.position_embedding_type,
-        max_positions=m.max_position_embeddings,
-        rotary_share=m.rotary_percent,
-        biases=m.add_bias_linear,
-        tied=m.tie_embeddings,
-        activation="swiglu" if m.swiglu else "squared_relu" if m.squared_relu else "gelu",
-        hidden_dropout=m.hidden_dropout,
-        attention_dropout=m.attention_dropout,
-        fused_attention=m.fused_attention,
-        softmax_fp32=m.attention_softmax_in_fp32,
-        loss_chunk=m.loss_chunk_size or 0,
     )
 
 
@@ -267,25 +244,11 @@ def _chunks(layers: int, stages: int, values: Layer) -> int:
     return layers // (stages * per_chunk)
 
 
-def policy_of(recompute: RecomputeConfig, *, tensor: int, chunked_loss: bool) -> Policy:
-    """The policy of the recompute flags."""
-    return Policy(
-        granularity=recompute.granularity,
-        method=recompute.method or "uniform",
-        num_layers=recompute.num_layers or 1,
-        modules=recompute.modules,
-        keep=recompute.keep,
-        distribute=recompute.distribute and tensor > 1,
-        chunked_loss=chunked_loss,
-    )
-
-
 def _plan(config: RunConfig, layout: Layout) -> Plan:
     """The plan of the flags, or the one in --recompute-plan."""
     path = config.recompute.plan_file
     if path is None:
-        chunked = config.model.loss_chunk_size is not None
-        return plan_for(layout.pieces, policy_of(config.recompute, tensor=layout.t, chunked_loss=chunked))
+        return plan_for(layout.pieces, policy_of(config))
     try:
         plan = Plan.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -1,7 +1,7 @@
 """Flags out of a public Megatron launch script, without running it.
 
 The script is read as far as it says what is started: assignments, arrays, conditions on known values, and the command
-that has ``--num-layers``.  Commands are never executed; what only they know (``$(hostname)``) stays as written.
+that has ``--num-layers``.  Commands are never executed; what only they know (``$(hostname)``) stays open.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from megackpt.config.errors import UsageError
 from megackpt.config.shell import Shell, statements
 
 MARK = "--num-layers"
+SILENT = ("echo", "printf", "tee")
 _SBATCH = re.compile(r"^#SBATCH\s+(?:--(nodes|ntasks-per-node|ntasks)[= ]|-(N|n)\s*)(\d+)", re.M)
 
 
@@ -54,7 +55,8 @@ def parse_launch_script(text: str, env: Mapping[str, str], path: str = "script")
         )
     command = candidates[0]
     place = _program(command)
-    unset = [name for name in shell.unset if not name.startswith(("SLURM", "MASTER", "NODE_RANK"))]
+    outside = ("SLURM", "MASTER", "NODE_RANK")
+    unset = [name for name in shell.unset if name not in shell.variables and not name.startswith(outside)]
     notices = []
     if unset:
         notices.append(f"{path}: variables that are not set, read as empty: {', '.join(unset)}")
@@ -70,7 +72,7 @@ def _run(shell: Shell, text: str, found: list[list[str]], depth: int = 0) -> Non
         line = _line_of_shell(words)
         if line is not None and depth < 4:
             _run(shell, line, found, depth + 1)
-        elif words:
+        elif words and words[0] not in SILENT:
             found.append(words)
 
 

@@ -74,8 +74,14 @@ class RunConfig:
     @property
     def total_iterations(self) -> int:
         """Optimizer steps of the whole run."""
+        return self.last_iteration(0, 0)
+
+    def last_iteration(self, iteration: int, consumed_samples: int) -> int:
+        """Where a run ends that goes on after ``iteration``.  With --train-samples that depends on the samples which
+        are left: the steps before may have had another --global-batch-size."""
         if self.train.train_samples is not None:
-            return self.train.train_samples // self.batch.global_batch_size
+            left = max(0, self.train.train_samples - consumed_samples)
+            return iteration + left // self.batch.global_batch_size
         assert self.train.train_iters is not None
         return self.train.train_iters
 

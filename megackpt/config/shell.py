@@ -36,8 +36,8 @@ def tokens(text: str) -> Iterator[tuple[bool, str]]:
         elif (found := next((o for o in _OPERATORS if text.startswith(o, place)), None)) is not None:
             place += len(found)
             if found == "<<":
-                word = re.compile(r"-?\s*(['\"]?)(\w+)\1").match(text, place)
-                heredoc, place = (word.group(2), word.end()) if word else ("", place)
+                name = re.compile(r"-?\s*(['\"]?)(\w+)\1").match(text, place)
+                heredoc, place = (name.group(2), name.end()) if name else ("", place)
             elif found in _REDIRECTS:
                 skip = True
             else:
@@ -180,7 +180,9 @@ class _Reader:
         first = words[0]
         if first in ("[", "[[", "test") or self.in_test:
             self.in_test = (first == "[[" and words[-1] != "]]") or (self.in_test and words[-1] != "]]")
+            asked = list(shell.unset)  # asking whether a variable is set does not need it
             self.status = self._test([shell.text(word) for word in words if word not in ("[", "]", "[[", "]]", "test")])
+            shell.unset[:] = asked
             return []
         self.status = True
         if first in _DECLARE:

@@ -1,7 +1,7 @@
 """The words of a shell script: where they end, and what they become.  Nothing is executed.
 
-Handles quotes, arrays, ``${NAME:-default}`` and its relatives, and arithmetic.  A command substitution stays as it is
-written: only the machine that runs it knows its output.
+Handles quotes, arrays, ``${NAME:-default}`` and its relatives, and arithmetic.  A command substitution becomes its
+command's name in braces: only the machine that runs it knows its output.
 """
 
 from __future__ import annotations
@@ -36,9 +36,6 @@ def closing(text: str, place: int) -> int:
         return len(text) if end < 0 else end + 1
     if start in '"`':
         return _until(text, place + 1, start, nested=start == '"')
-    if text.startswith("$((", place):
-        end = text.find("))", place)
-        return len(text) if end < 0 else end + 2
     if text[place : place + 2] in ("$(", "${"):
         return _until(text, place + 2, ")" if text[place + 1] == "(" else "}", nested=True, opening=text[place + 1])
     return place + 1
@@ -123,13 +120,14 @@ class Shell:
                 following = raw[place + 1]
                 if following != "\n":
                     fields.literal(following if not quoted or following in '"\\$`' else "\\" + following)
-            elif piece.startswith("'"):
+            elif char == "'" and not quoted:
                 fields.literal(piece[1:-1])
             elif char == '"' and not quoted:
-                fields.literal("")
+                if len(piece) <= 2:
+                    fields.literal("")
                 self._walk(piece[1:-1], fields, quoted=True)
             elif char == "`" or piece.startswith("$("):
-                fields.literal(self._arithmetic(piece) if piece.startswith("$((") else piece)
+                fields.literal(self._arithmetic(piece) if piece.startswith("$((") else _unknown(piece))
             elif piece.startswith("${"):
                 fields.value(self._braced(piece[2:-1]), quoted)
             elif char == "$" and (name := _NAME.match(raw, place + 1)):
@@ -199,15 +197,21 @@ class Shell:
         return value
 
     def _arithmetic(self, raw: str) -> str:
-        """``$((...))`` on whole numbers; as it is written where something in it is unknown."""
+        """``$((...))`` on whole numbers."""
         inner = re.sub(r"\$\{(\w+)\}|\$(\w+)|\b([A-Za-z_]\w*)", self._number, raw[3:-2])
         try:
             return str(_calculate(ast.parse(inner.strip(), mode="eval").body))
         except (SyntaxError, ValueError, ZeroDivisionError, OverflowError):
-            return raw
+            return _unknown(raw)
 
     def _number(self, found: re.Match[str]) -> str:
         return str(self._value(next(filter(None, found.groups())))).strip() or "?"
+
+
+def _unknown(piece: str) -> str:
+    """What stands for the output of a command: ``{date...}``, without white space, so that it stays one word."""
+    inner = piece.strip("$()`").split()
+    return f"{{{inner[0] if inner else ''}...}}"
 
 
 def _items(value: Variable) -> list[str]:

@@ -42,7 +42,7 @@ class Attention(nn.Module):
             std=config.init_method_std / (2.0 * config.num_layers) ** 0.5,
             bias=config.add_bias_linear,
         )
-        self.residual = Residual(config, tp, self.proj.bias)
+        self.residual = Residual(config, tp, self.proj.bias_after)
         self.rotated = int(d * config.rotary_percent) if config.position_embedding_type == "rope" else 0
         self.tables: Tensor
         if self.rotated:

@@ -93,7 +93,7 @@ class MLP(nn.Module):
             bias=config.add_bias_linear,
         )
         self.activation = _activation(config)
-        self.residual = Residual(config, tp, self.down.bias)
+        self.residual = Residual(config, tp, self.down.bias_after)
 
     def forward(self, step: Scope, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s/t, b, h]
         y = step("mlp.norm", self.norm, x)

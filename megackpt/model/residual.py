@@ -16,7 +16,8 @@ from megackpt.tensor.context import TensorParallel
 class Residual(nn.Module):
     """x + dropout(y + bias).  Saves nothing but the mask, if the plan keeps that.
 
-    ``bias`` belongs to the row-parallel layer before the reduction and must be added once, after it.
+    ``bias`` belongs to the row-parallel layer before the reduction and must be added once, after it; None where
+    there is no reduction, as that layer has added it.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, bias: Parameter | None) -> None:

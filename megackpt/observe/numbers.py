@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from megackpt.config.run import RunConfig
 from megackpt.plan.numbers import Layout, ModelNumbers
+from megackpt.plan.policies import Policy
 
 ACTIVATION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
 
@@ -51,4 +52,18 @@ def layout_numbers(config: RunConfig, pieces: Sequence[Sequence[range]], device:
         sequence_parallel=parallel.sequence_parallel,
         act_bytes=ACTIVATION_BYTES[config.precision.params_dtype],
         device=device,
+    )
+
+
+def policy_of(config: RunConfig) -> Policy:
+    """The policy of the recompute flags."""
+    recompute = config.recompute
+    return Policy(
+        granularity=recompute.granularity,
+        method=recompute.method or "uniform",
+        num_layers=recompute.num_layers or 1,
+        modules=recompute.modules,
+        keep=recompute.keep,
+        distribute=recompute.distribute and config.parallel.tensor > 1,
+        chunked_loss=config.model.loss_chunk_size is not None,
     )

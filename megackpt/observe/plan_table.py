@@ -6,12 +6,13 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from megackpt.plan.accelerators import GIB, MIB
-from megackpt.plan.evaluate import FIXED, Evaluation
+from megackpt.plan.evaluation import FIXED, Evaluation
 from megackpt.plan.predict import STATE
 from megackpt.plan.report import Report
 
 WIDTH = 118
 MOST_ROWS = 32
+UNITS = {"GiB": GIB, "MiB": MIB}
 
 
 def table(report: Report) -> str:
@@ -43,21 +44,27 @@ def _head(report: Report) -> str:
 
 
 def stage_rows(e: Evaluation, budget: int, title: str) -> str:
-    """Per stage (all its ranks are alike): bytes in GiB at the moment of its peak, and seconds of one micro-batch."""
+    """Per stage (all its ranks are alike): bytes at the moment of its peak, and seconds of one micro-batch."""
+    unit = unit_of(e)
     header = (
-        "stage", "layers", "state", "kept", "transient", "head", "other", "margin", "peak GiB", "fits", "peak at",
+        "stage", "layers", "state", "kept", "transient", "head", "other", "margin", f"peak {unit}", "fits", "peak at",
         "in flight", "replay", "ms/mb",
     )  # fmt: skip
     rows = [_row(e, index, budget) for index in range(len(e.stages))]
     cut = len(rows) - MOST_ROWS
     if cut > 0:
         rows = [*rows[: MOST_ROWS - 1], rows[-1]]
-    text = _columns([header, *rows])
+    text = columns([header, *rows])
     if cut > 0:
         text += f"({cut} stages in the middle are left out here; --json has all)\n"
     fits = [row.stage for row in e.prediction.stages if row.total_bytes > budget]
     verdict = "fits" if not fits else f"DOES NOT FIT: stage{'s' * (len(fits) > 1)} {_list(fits)}"
     return f"{title}: {verdict}\n{text}"
+
+
+def unit_of(e: Evaluation) -> str:
+    """The unit in which the plan's peak has at least one digit."""
+    return "GiB" if e.peak_bytes >= GIB else "MiB"
 
 
 def _row(e: Evaluation, index: int, budget: int) -> tuple[str, ...]:
@@ -69,7 +76,7 @@ def _row(e: Evaluation, index: int, budget: int) -> tuple[str, ...]:
     return (
         str(index),
         str(e.layout.layers_of(index)),
-        *(f"{size / GIB:.2f}" for size in cells),
+        *(f"{size / UNITS[unit_of(e)]:.2f}" for size in cells),
         "yes" if row.total_bytes <= budget else "NO",
         row.peak_action,
         str(row.in_flight),
@@ -91,7 +98,7 @@ def _speed(e: Evaluation) -> str:
     kind = {2: "bf16", 4: "fp32", 8: "fp64"}[layout.act_bytes]
     source = machine.sources.get("peak_flops", machine.sources.get("all", "given"))
     lines = [
-        f"Step {e.step_seconds:.4g} s: pipeline {e.pipeline_seconds:.4g} (bubble {e.timeline.bubble_share:.1%} of the"
+        f"Step {e.step_seconds:.4g} s: pipeline {e.pipeline_seconds:.4g} (bubble {e.bubble_share:.1%} of the"
         f" work, replay {e.overhead:+.1%}), gradient reduction {e.reduction_seconds:.3g}, optimizer"
         f" {e.optimizer_seconds:.3g}; {e.tokens_per_s:,.0f} tokens/s",
         f"MFU {e.mfu:.1%} (useful work: 3 x forward), HFU {e.hfu:.1%} (with replayed work), of the dense {kind} peak"
@@ -109,13 +116,14 @@ def _decisions(report: Report) -> str:
         mib, us = row.bytes / MIB, row.seconds * 1e6
         rows.append((row.name, "kept" if row.kept else "rebuilt", f"{mib:.2f} MiB", f"{us:.1f} us", f"{us / mib:.2f}"))
     return (
-        "What each decision costs, per layer, rank and micro-batch in flight (the given plan's leanest layer of stage 0;"
-        " each alone, the others as they are)\n" + _columns(rows)
+        "What each decision costs, per layer, rank and micro-batch in flight\n"
+        "(the given plan's leanest layer of stage 0; each decision alone, the others as they are)\n" + columns(rows)
     )
 
 
 def _ladder(report: Report) -> str:
-    rows = [("plan", "peak GiB", "fits", "step s", "against given", "")]
+    unit = unit_of(report.given)
+    rows = [("plan", f"peak {unit}", "fits", "step s", "against given", "")]
     marks: dict[str, str] = {report.given.name: "given"}
     for e, word in ((report.leaner, "next leaner"), (report.faster, "next faster"), (report.best, "recommended")):
         if e is not None:
@@ -123,9 +131,9 @@ def _ladder(report: Report) -> str:
     for e in report.ladder:
         against = e.step_seconds / report.given.step_seconds - 1
         fits = "yes" if e.fits(report.budget_bytes) else "NO"
-        peak, mark = f"{e.peak_bytes / GIB:.2f}", marks.get(e.name, "")
+        peak, mark = f"{e.peak_bytes / UNITS[unit]:.2f}", marks.get(e.name, "")
         rows.append((e.name, peak, fits, f"{e.step_seconds:.4g}", f"{against:+.1%}", f"<- {mark}" if mark else ""))
-    text = "Plans for this layout, leanest first\n" + _columns(rows)
+    text = "Plans for this layout, leanest first\n" + columns(rows)
     if report.faster is None:
         text += "No plan is faster than the given one.\n"
     if report.leaner is None:
@@ -145,11 +153,14 @@ def _list(stages: Sequence[int]) -> str:
     return ", ".join(map(str, stages[:8])) + (f" and {len(stages) - 8} more" if len(stages) > 8 else "")
 
 
-def _columns(rows: Sequence[Sequence[str]]) -> str:
+def columns(rows: Sequence[Sequence[str]]) -> str:
     """Columns as wide as their widest cell; the first to the left, numbers to the right."""
     widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
     lines = []
     for row in rows:
-        cells = [c.ljust(w) if k == 0 or c.startswith("<-") else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
+        cells[0] = row[0].ljust(widths[0])
+        if not row[-1][:1].isdigit() and not row[-1].endswith("%"):
+            cells[-1] = row[-1]  # words
         lines.append("  " + "  ".join(cells).rstrip())
     return "\n".join(lines) + "\n"

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
+from megackpt.config.errors import UsageError
 from megackpt.persist.agree import CheckpointError, Ranks
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -70,13 +71,15 @@ def prepare_directory(root: str | Path, group: ProcessGroup | None = None) -> li
 
     Called by all ranks at the start of a run that saves, before it loads: never by one that only reads, since the
     root may then belong to a run that is writing. An old checkpoint whose replacement did not arrive is put back.
+    Makes the directory. Raises UsageError if nothing can be written there: now, not after hours of training.
     """
     return Ranks(group).from_first("prepare the save directory", lambda: _recover(Path(root)))
 
 
 def _recover(root: Path) -> list[str]:
     done = []
-    for entry in sorted(root.iterdir()) if root.is_dir() else []:
+    _prove_writable(root)
+    for entry in sorted(root.iterdir()):
         replaced = _REPLACED.fullmatch(entry.name)
         if replaced and not (root / replaced[1]).exists():
             os.rename(entry, root / replaced[1])
@@ -87,6 +90,17 @@ def _recover(root: Path) -> list[str]:
     if done:
         sync_directory(root)
     return done
+
+
+def _prove_writable(root: Path) -> None:
+    """Make `root` and a file in it: permission bits alone do not tell (mounts, files in the way). UsageError if not."""
+    probe = root / f".writable-{secrets.token_hex(4)}"
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        probe.touch(exist_ok=False)
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"--save {root}: nothing can be written there ({error.strerror or error})") from error
 
 
 def begin(root: Path, iteration: int) -> Path:

@@ -52,9 +52,7 @@ def check_fit(
     if surplus:
         messages.append(f"{directory} has {_listed(surplus)}, which this run has not")
     if messages and strict:
-        raise UsageError(
-            "\n".join(messages) + "\nthe model flags (such as --num-layers) must be those of that run"
-        )
+        raise UsageError("\n".join([*messages, _advice([*missing, *surplus])]))
     present = [piece for piece in pieces if piece.key in manifest.tensors]
     misfits = [fault for piece in present if (fault := _misfit(piece, manifest.tensors[piece.key]))]
     if misfits:
@@ -92,6 +90,16 @@ def _conversions(pieces: Sequence[Piece], manifest: Manifest) -> list[str]:
         if there != here:
             kinds.setdefault((there, here), []).append(piece.key)
     return [f"converted from {a} to {b}: {_listed(keys)}" for (a, b), keys in kinds.items()]
+
+
+def _advice(keys: Sequence[str]) -> str:
+    """What to do about keys that only one side has."""
+    if all(key.startswith("optimizer.master.") for key in keys):  # master weights exist where parameters are narrower
+        return (
+            "the number format of the parameters (--bf16, --params-dtype) is not that run's: keep it, or give"
+            " --no-load-optim to begin with a fresh optimizer on its weights"
+        )
+    return "the model flags (such as --num-layers) must be those of that run"
 
 
 def _listed(items: Sequence[str], separator: str = ", ") -> str:

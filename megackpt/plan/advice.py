@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from megackpt.plan.decision import REPLAY, Decision, SaveSet
-from megackpt.plan.evaluate import FIXED, Evaluation, Evaluator
+from megackpt.plan.evaluate import Evaluator
+from megackpt.plan.evaluation import FIXED, Evaluation
 from megackpt.plan.kept import kept_bytes
 from megackpt.plan.policies import keep_everything, selective
 from megackpt.plan.steps import GATHERS
@@ -67,7 +68,7 @@ def _beside(budget: int, given: Evaluation, best: Evaluation) -> Iterator[str]:
         yield f"{what[0].upper()}{what[1:]} makes the step {gain:.1%} shorter than the flags as given."
     else:
         yield "The flags as given are the fastest plan that fits."
-    if best.name.startswith("per stage"):
+    if best.name.startswith("per stage") and best.layout.v == 1:
         yield "Write it with --plan-out FILE and train with --recompute-plan FILE."
 
 
@@ -143,8 +144,8 @@ def _balance(evaluator: Evaluator, given: Evaluation) -> Iterator[str]:
     if slowest == len(totals) - 1 and head >= 0.5:
         vocabulary = evaluator.model.padded_vocab
         sentence += (
-            f" The head (vocabulary {vocabulary:,}) weighs as {head:.1f} layers: choose --num-layers so that the last"
-            f" stage gets about {max(1, round(head))} fewer than the others."
+            f" The head (vocabulary {vocabulary:,}) weighs as {head:.1f} layers: in balance the last stage would have"
+            " that many layers fewer than the others."
         )
     yield sentence
 

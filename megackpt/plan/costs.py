@@ -132,16 +132,17 @@ def _rope(model: ModelNumbers, x: Widths) -> Row:
     }
 
 
-def _residual(model: ModelNumbers, x: Widths) -> Row:
+def _residual(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     count, w = x.shard * x.hidden, x.act
     dropout = model.hidden_dropout > 0
+    bias = model.biases and layout.t > 1  # on one rank the product before it adds it
     return {
         "output_bytes": count * w,
         "mask_bytes": count if dropout else 0,
-        "workspace_bytes": count * w * (model.biases + dropout),
+        "workspace_bytes": count * w * (bias + dropout),
         "backward_workspace_bytes": count * w if dropout else 0,
         "passes_gradient": not dropout,
-        "bytes_moved": (3 + 2 * model.biases + 2 * dropout) * count * w,
+        "bytes_moved": (3 + 2 * bias + 2 * dropout) * count * w,
     }
 
 
@@ -243,14 +244,14 @@ def _block(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]:
         "attn.core": _core(model, layout, x),
         "attn.proj": _product(layout, x, x.queries, x.hidden, column=False, strided=strided),
         "attn.reduce": _reduce(layout, x),
-        "attn.residual": _residual(model, x),
+        "attn.residual": _residual(model, layout, x),
         "mlp.norm": _norm(model, layout, x),
         "mlp.gather": _gather(x),
         "mlp.up": _product(layout, x, x.hidden, x.up, column=True),
         "mlp.act": _activation(model, x),
         "mlp.down": _product(layout, x, x.ffn, x.hidden, column=False),
         "mlp.reduce": _reduce(layout, x),
-        "mlp.residual": _residual(model, x),
+        "mlp.residual": _residual(model, layout, x),
     }
 
 

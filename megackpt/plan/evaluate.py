@@ -1,153 +1,25 @@
-"""One plan on one machine in full: bytes from the prediction, seconds and the memory curve from the simulator."""
+"""Evaluates plans: bytes from the prediction, seconds and the memory curve from the simulator."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from megackpt.plan.accelerators import Machine
 from megackpt.plan.choose.engine import EnginePrices
 from megackpt.plan.decision import SHARD, Group, Plan, SaveSet, group_at
-from megackpt.plan.flops import ModelShape, logits_forward, model_flops, replayed_flops, utilisation
+from megackpt.plan.evaluation import FIXED, Evaluation, StageSeconds
+from megackpt.plan.flops import ModelShape, logits_forward, model_flops, replayed_flops
 from megackpt.plan.kept import replay
 from megackpt.plan.numbers import Layout, ModelNumbers
-from megackpt.plan.predict import STATE, Prediction, StageWalk, predict
+from megackpt.plan.predict import Prediction, StageWalk, predict
 from megackpt.plan.profile import Profile, StepCost, profile
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.seconds import StepClock
 from megackpt.plan.simulate import Cost, Order, Timeline
 from megackpt.plan.steps import BLOCK_NAMES
-
-FIXED = (*STATE, "communicators", "context", "margin")
-
-
-@dataclass(frozen=True)
-class StageSeconds:
-    """One micro-batch through all layers of a stage."""
-
-    forward: float
-    backward: float  # without what is replayed for it
-    replay: float
-
-    @property
-    def total(self) -> float:
-        return self.forward + self.backward + self.replay
-
-    @property
-    def replay_share(self) -> float:
-        """Of the stage's time without replay."""
-        return self.replay / (self.forward + self.backward)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What a plan costs.  ``timeline`` has every action of every stage, its bytes include the state."""
-
-    model: ModelNumbers
-    layout: Layout
-    machine: Machine
-    plan: Plan
-    prediction: Prediction
-    timeline: Timeline
-    stages: tuple[StageSeconds, ...]
-    bare_seconds: float  # of the pipeline, were nothing replayed
-    reduction_seconds: float  # data-parallel gradients (and weights, where the optimizer is sharded)
-    optimizer_seconds: float
-    model_flops: int
-    replayed_flops: int
-
-    @property
-    def name(self) -> str:
-        return self.plan.name
-
-    @property
-    def peak_bytes(self) -> int:
-        return self.prediction.peak_bytes
-
-    @property
-    def pipeline_seconds(self) -> float:
-        return self.timeline.step_seconds
-
-    @property
-    def step_seconds(self) -> float:
-        return self.pipeline_seconds + self.reduction_seconds + self.optimizer_seconds
-
-    @property
-    def overhead(self) -> float:
-        """Time that replay adds to the pipeline, as a share of it."""
-        return self.pipeline_seconds / self.bare_seconds - 1
-
-    @property
-    def replays(self) -> bool:
-        return any(stage.replay > 0 for stage in self.stages)
-
-    @property
-    def devices(self) -> int:
-        return self.layout.t * self.layout.c * self.layout.d * self.layout.p
-
-    @property
-    def peak_flops(self) -> float:
-        """Dense peak of one device in the run's number format."""
-        return self.machine.flops_per_s(self.layout.act_bytes) / self.machine.gemm_fraction
-
-    @property
-    def mfu(self) -> float:
-        """Useful work over what the devices could do; never counts replay."""
-        return utilisation(self.model_flops, self.step_seconds, self.devices, self.peak_flops)
-
-    @property
-    def hfu(self) -> float:
-        """The same with replayed work counted."""
-        work = self.model_flops + self.replayed_flops
-        return utilisation(work, self.step_seconds, self.devices, self.peak_flops)
-
-    @property
-    def tokens_per_s(self) -> float:
-        layout = self.layout
-        return self.model.seq * layout.micro_batch * layout.n * layout.d / self.step_seconds
-
-    def fits(self, budget_bytes: int) -> bool:
-        return self.peak_bytes <= budget_bytes
-
-    def to_json(self, budget_bytes: int) -> dict[str, Any]:
-        """Every term of every stage; docs/plan.md describes the fields."""
-        rows = []
-        ranks = self.devices // self.layout.p
-        for row, seconds in zip(self.prediction.stages, self.stages, strict=True):
-            rows.append(
-                {
-                    "ranks": {"first": row.stage * ranks, "count": ranks},
-                    "layers": [[piece.start, piece.stop] for piece in self.layout.pieces[row.stage]],
-                    **row.to_json(),
-                    "fits": row.total_bytes <= budget_bytes,
-                    "seconds": {"forward": seconds.forward, "backward": seconds.backward, "replay": seconds.replay},
-                    "idle_seconds": self.timeline.idle_seconds[row.stage],
-                }
-            )
-        return {
-            "name": self.name,
-            "fits": self.fits(budget_bytes),
-            "peak_bytes": self.peak_bytes,
-            "step_seconds": self.step_seconds,
-            "seconds": {
-                "pipeline": self.pipeline_seconds,
-                "pipeline_without_replay": self.bare_seconds,
-                "data_parallel_reduction": self.reduction_seconds,
-                "optimizer": self.optimizer_seconds,
-            },
-            "bubble_share": self.timeline.bubble_share,
-            "overhead": self.overhead,
-            "tokens_per_second": self.tokens_per_s,
-            "model_flops": self.model_flops,
-            "replayed_flops": self.replayed_flops,
-            "mfu": self.mfu,
-            "hfu": self.hfu,
-            "layout": self.layout.to_json(),
-            "stages": rows,
-            "plan": self.plan.to_json(),
-        }
 
 
 class Evaluator:
@@ -162,14 +34,23 @@ class Evaluator:
         self._replays: dict[SaveSet, tuple[float, tuple[str, ...]]] = {}
 
     @cached_property
+    def short_lists(self) -> Sequence[Sequence[Action]]:
+        """Lists with the peaks of the whole step: in its steady state a schedule repeats itself every p
+        micro-batches."""
+        layout = self.layout
+        n = min(layout.n, 3 * layout.p + layout.n % layout.p)
+        return schedule_lists(layout.schedule, layout.p, n, layout.v) if layout.schedule != "gpipe" else self.lists
+
+    @cached_property
     def order(self) -> Order:
         return Order(self.lists)
 
     def __call__(self, plan: Plan, layout: Layout | None = None) -> Evaluation:
         """``layout``: the same with its layers divided otherwise."""
         layout = layout or self.layout
-        prediction = predict(self.model, layout, plan, self.machine, made=self.made, lists=self.lists)
+        prediction = predict(self.model, layout, plan, self.machine, made=self.made, lists=self.short_lists)
         work = [[self._work(layout, plan, stage, chunk) for chunk in range(layout.v)] for stage in range(layout.p)]
+        full = self.order.durations(lambda stage, action: _seconds(work[stage][action.chunk], action))
         bare = self.order.durations(lambda stage, action: _seconds(work[stage][action.chunk], action, replays=False))
         transfer = self.clock.send(self.made.boundary_bytes)
         return Evaluation(
@@ -178,11 +59,13 @@ class Evaluator:
             machine=self.machine,
             plan=plan,
             prediction=prediction,
-            timeline=self._timeline(layout, plan, prediction, work, transfer),
+            simulated=partial(self._timeline, layout, plan, prediction, work, transfer),
+            pipeline_seconds=self.order.step_seconds(full, transfer),
             stages=tuple(
                 StageSeconds(sum(w.forward for w in row), sum(w.backward for w in row), sum(w.replay for w in row))
                 for row in work
             ),
+            replay_seconds=tuple(tuple(w.replay for w in row) for row in work),
             bare_seconds=self.order.step_seconds(bare, transfer),
             reduction_seconds=self._reduction(layout, prediction),
             optimizer_seconds=self._optimizer(prediction),

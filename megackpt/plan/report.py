@@ -15,7 +15,8 @@ from megackpt.plan.choose.choose import Options
 from megackpt.plan.choose.engine import choose_for
 from megackpt.plan.choose.problem import DoesNotFit
 from megackpt.plan.decision import KEEP, REPLAY, Decision, Plan, SaveSet
-from megackpt.plan.evaluate import Evaluation, Evaluator
+from megackpt.plan.evaluate import Evaluator
+from megackpt.plan.evaluation import Evaluation
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.policies import Policy, plan_for
 from megackpt.plan.profile import Profile
@@ -111,7 +112,8 @@ def report(
     """Everything about ``plan``.  Raises ValueError when the model does not divide over the ranks."""
     evaluator = Evaluator(model, layout, machine, made)
     given = evaluator(plan)
-    flags = [evaluator(plan_for(layout.pieces, policy)) for policy in ladder_policies(model, layout)]
+    plans = [plan_for(layout.pieces, policy) for policy in ladder_policies(model, layout)]
+    flags = [given if other == plan else evaluator(other) for other in plans]
     best, why_not = _best(evaluator, budget_bytes, flags)
     seen: dict[str, Evaluation] = {}
     for e in [given, *flags, *([best] if best else [])]:
@@ -170,13 +172,13 @@ def decisions(evaluator: Evaluator, plan: Plan) -> tuple[StepRow, ...]:
     now = min(sets, key=prices.kept_bytes, default=SaveSet())
     rows = []
     for step in evaluator.made.block.steps:
-        if step.name in GATHERS or not (step.output_is_saved or step.internal_bytes or step.mask_bytes):
+        if step.name in GATHERS or not (step.output_is_saved or step.internal_bytes):
             continue
         decision = now[step.name]
         keeps = {"output": decision.output != REPLAY, "internals": decision.internals != REPLAY}
         kept = keeps["output"] or (bool(step.internal_bytes) and keeps["internals"])
         other = REPLAY if kept else KEEP
-        flipped = SaveSet(dict(now.decisions) | {step.name: Decision(other, other, REPLAY)}, now.default)
+        flipped = SaveSet(dict(now.decisions) | {step.name: Decision(other, other, decision.masks)}, now.default)
         with_, without = (now, flipped) if kept else (flipped, now)
         rows.append(
             StepRow(
@@ -186,4 +188,7 @@ def decisions(evaluator: Evaluator, plan: Plan) -> tuple[StepRow, ...]:
                 prices.replay_seconds(without) - prices.replay_seconds(with_),
             )
         )
+    masks = [step for step in evaluator.made.block.steps if step.mask_bytes]
+    kept = any(now[step.name].masks == KEEP for step in masks)
+    rows.append(StepRow("dropout masks", kept, sum(step.mask_bytes for step in masks), 0.0))
     return tuple(row for row in rows if row.bytes > 0)

@@ -155,8 +155,9 @@ class ColumnLinear(Module):
 class RowLinear(Module):
     """A linear layer whose input features are split: weight [out, in/t], x [s, b, in/t] -> [s, b, out], a partial sum.
 
-    The plain product only: the sum over ranks is a step of its own after it (reduce_from_tp or
-    reduce_scatter_sequence), and `bias` [out], replicated, is to be added once, after that sum.
+    Split, it is the plain product only: the sum over ranks is a step of its own after it (reduce_from_tp or
+    reduce_scatter_sequence), and `bias` [out], replicated, is to be added once, after that sum (`bias_after`). On an
+    axis of one rank there is no sum, and the product adds the bias.
     """
 
     def __init__(
@@ -184,5 +185,10 @@ class RowLinear(Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [s, b, in/t] -> this rank's partial sum [s, b, out], without the bias."""
-        return linear(x, self.weight, None, self.tp.sink)
+        """x [s, b, in/t] -> this rank's partial sum [s, b, out], without `bias_after`."""
+        return linear(x, self.weight, self.bias if self.bias_after is None else None, self.tp.sink)
+
+    @property
+    def bias_after(self) -> Parameter | None:
+        """The bias that is to be added after the sum over ranks, if there is one."""
+        return self.bias if self.tp.axis.size > 1 else None

@@ -17,17 +17,19 @@ from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
 from megackpt.data.build import Datasets, SampleCounts, build_datasets, build_mock_datasets
 from megackpt.data.gpt_dataset import SampleFormat
-from megackpt.data.tokenizer import Tokenizer, build_tokenizer
+from megackpt.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, records
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.model import GPTChunk, build_chunk, compile_steps
+from megackpt.observe.numbers import policy_of
 from megackpt.optim.adamw import MasterAdamW
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.lr_schedule import LearningRate
 from megackpt.pipeline.stages import Piece, pieces
-from megackpt.plan import ChunkPlan, Plan, Policy, plan_for
-from megackpt.plan.decision import OFFLOAD_HOST, SHARD
+from megackpt.plan import ChunkPlan, Plan, plan_for
+from megackpt.plan.decision import OFFLOAD_DISK, OFFLOAD_HOST, SHARD
+from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK
 from megackpt.precision.policy import Precision
 from megackpt.recompute import KeptBytes, RngLedger
 from megackpt.recompute.tiers import HostTier, ShardTier, Tier
@@ -63,7 +65,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
     """Build this rank's part of the run.  The default process group must exist; called by all ranks together."""
     mesh = ProcessMesh.create(config.parallel, seam)
     precision = Precision.from_config(config.precision)
-    tokenizer, vocab = build_vocabulary(config)
+    tokenizer, vocab = together(lambda: build_vocabulary(config))
 
     ledger = RngLedger(defaults=False)  # the model draws from its streams only
     buffer = GradientBuffer()
@@ -114,31 +116,30 @@ def build_vocabulary(config: RunConfig) -> tuple[Tokenizer | None, int]:
         assert data.vocab_size is not None
         return None, data.vocab_size
     tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
-    return tokenizer, config.model.vocab_size or tokenizer.vocab_size
+    own, asked = tokenizer.vocab_size, config.model.vocab_size
+    if asked is None or isinstance(tokenizer, NullTokenizer):  # whose --vocab-size does not count its eod
+        return tokenizer, own
+    if asked < own:
+        raise UsageError(f"--vocab-size {asked} is less than {tokenizer}. Nearest valid: --vocab-size {own}.")
+    return tokenizer, asked
 
 
 def build_plan(config: RunConfig, cut: list[Piece]) -> Plan:
     """The plan of the recompute flags for the model as it is cut, or the one in ``--recompute-plan``."""
-    recompute = config.recompute
-    if recompute.plan_file is not None:
-        return read_plan(recompute.plan_file, cut)
-    policy = Policy(
-        granularity=recompute.granularity,
-        method=recompute.method or "uniform",
-        num_layers=recompute.num_layers or 1,
-        modules=recompute.modules,
-        keep=recompute.keep,
-        distribute=recompute.distribute and config.parallel.tensor > 1,
-        chunked_loss=config.model.loss_chunk_size is not None,
-    )
-    return plan_for([[piece.layers] for piece in cut], policy)
+    if config.recompute.plan_file is not None:
+        return read_plan(config.recompute.plan_file, cut)
+    return plan_for([[piece.layers] for piece in cut], policy_of(config))
 
 
 def read_plan(path: str, cut: list[Piece]) -> Plan:
     """A stored plan; UsageError unless it is one for the model as it is cut."""
     try:
-        plan = Plan.from_json(json.loads(Path(path).read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise UsageError(f"--recompute-plan {path} cannot be read: {error.strerror or error}") from error
+    try:
+        plan = Plan.from_json(json.loads(text))
+    except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--recompute-plan {path}: not a plan of this version ({error})") from error
     if len(plan.stages) != len(cut):
         raise UsageError(f"--recompute-plan {path} is for {len(plan.stages)} stages, this run has {len(cut)}")
@@ -149,7 +150,18 @@ def read_plan(path: str, cut: list[Piece]) -> Plan:
                 f"--recompute-plan {path}: stage {piece.stage} has layers {sorted(named)} there and"
                 f" {list(piece.layers)} here"
             )
+        _check_names(path, stage[0])
     return plan
+
+
+def _check_names(path: str, plan: ChunkPlan) -> None:
+    """A decision about a step that no model has would do nothing, and nobody would know."""
+    known = {step.name for step in (*EMBED, *BLOCK, *HEAD, HEAD_CHUNK)}
+    for address, save_set in plan.save_sets.items():
+        if strange := sorted(set(save_set.decisions) - known):
+            raise UsageError(f"--recompute-plan {path}: {address} has no step named {', '.join(strange)}")
+    if OFFLOAD_DISK in plan.choices():
+        raise UsageError(f"--recompute-plan {path}: {OFFLOAD_DISK} is not a place that training can use")
 
 
 def build_tiers(plan: ChunkPlan, tp: TensorParallel) -> dict[str, Tier]:
@@ -163,17 +175,22 @@ def build_tiers(plan: ChunkPlan, tp: TensorParallel) -> dict[str, Tier]:
     return tiers
 
 
-def build_data(config: RunConfig, vocab: int, tokenizer: Tokenizer | None) -> Datasets:
-    """Training data for the whole run, and one evaluation's worth of validation and test data.
+def build_data(
+    config: RunConfig, vocab: int, tokenizer: Tokenizer | None, train_samples: int | None = None
+) -> Datasets:
+    """Training data for the whole run (of `train_samples` in all, if given), and one evaluation's worth of validation
+    and test data.
 
     Every evaluation reads the same samples, so that two of them compare.
     """
     batch, train, data = config.batch, config.train, config.data
-    counts = SampleCounts.of_run(
-        config.total_iterations * batch.global_batch_size, batch.global_batch_size, train.eval_iters, evaluations=1
-    )
+    if train_samples is None:
+        train_samples = config.total_iterations * batch.global_batch_size
+    counts = SampleCounts.of_run(train_samples, batch.global_batch_size, train.eval_iters, evaluations=1)
     if data.mock_data:
         return build_mock_datasets(counts, config.model.seq_length, vocab, train.seed)
     eod = tokenizer.eod if tokenizer is not None else None
-    sample_format = SampleFormat(config.model.seq_length, eod=eod, eod_mask_loss=data.eod_mask_loss)
-    return build_datasets(data.data_path, data.split, counts, sample_format, train.seed, data.data_cache_path)
+    sample_format = SampleFormat(config.model.seq_length, vocab_size=vocab, eod=eod, eod_mask_loss=data.eod_mask_loss)
+    built = build_datasets(data.data_path, data.split, counts, sample_format, train.seed, data.data_cache_path)
+    built.train[0]  # tokens of another tokenizer are refused here, not within a step
+    return built

@@ -13,6 +13,7 @@ import torch
 
 from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
+from megackpt.data.build import Datasets
 from megackpt.data.dataset import SampleDataset
 from megackpt.data.loader import MicroBatchLoader
 from megackpt.mesh.device import DeviceSeam
@@ -21,7 +22,7 @@ from megackpt.mesh.rendezvous import init_process_group, shutdown
 from megackpt.observe.memory_tracker import ActivationPeak
 from megackpt.persist import CheckpointError, coordination_group, prepare_directory
 from megackpt.train.agree import together
-from megackpt.train.build import Trainer, build
+from megackpt.train.build import Trainer, build, build_data
 from megackpt.train.checkpoint import Position, load_run, save_run
 from megackpt.train.report import Reporter, over_ranks
 from megackpt.train.step import StepOutcome, Stepper
@@ -51,13 +52,13 @@ def train(trainer: Trainer) -> Position:
     group = coordination_group(timedelta(minutes=config.parallel.timeout_minutes))
     messages = prepare_directory(config.checkpoint.save, group) if config.checkpoint.save else []
     start = load_run(trainer, group)
-    trainer = replace(trainer, learning_rate=start.learning_rate)
+    trainer = replace(trainer, learning_rate=start.learning_rate, datasets=enough_data(trainer, start.position))
     reporter = together(lambda: Reporter(trainer, start.position))
     reporter.start([*messages, *start.messages])
     stepper = Stepper(trainer)
     loop = Loop(trainer, reporter, stepper, start.position)
     with loader(trainer, trainer.datasets.train, start.position.consumed_samples) as batches:
-        while loop.where.iteration < config.total_iterations:
+        while loop.where.iteration < loop.last:
             loop.step(batches)
             if loop.due(config.train.eval_interval) or loop.ends:
                 loop.evaluate(trainer.datasets.valid, "valid")
@@ -66,7 +67,7 @@ def train(trainer: Trainer) -> Position:
                 reporter.say(f"megackpt: saved {path}")
             if loop.ends:
                 break
-    if loop.where.iteration == config.total_iterations:
+    if loop.where.iteration == loop.last:
         loop.evaluate(trainer.datasets.test, "test")
     reporter.finish()
     return loop.where
@@ -78,6 +79,7 @@ class Loop:
     def __init__(self, trainer: Trainer, reporter: Reporter, stepper: Stepper, where: Position) -> None:
         self.trainer, self.reporter, self.stepper = trainer, reporter, stepper
         self.where = where
+        self.last = trainer.config.last_iteration(where.iteration, where.consumed_samples)
         self._first = where.iteration + 1
         self._saved_bytes: list[int] | None = None
 
@@ -85,7 +87,7 @@ class Loop:
     def ends(self) -> bool:
         """This was the last iteration of the process."""
         exits = self.trainer.config.train.exit_interval
-        return self.where.iteration == self.trainer.config.total_iterations or self.due(exits)
+        return self.where.iteration == self.last or self.due(exits)
 
     def due(self, interval: int | None) -> bool:
         return interval is not None and self.where.iteration % interval == 0
@@ -127,6 +129,20 @@ class Loop:
         with loader(self.trainer, dataset, 0) as batches:
             loss = self.stepper.evaluate(batches, iterations)
         self.reporter.evaluation(self.where, loss, time.perf_counter() - start, split)
+
+
+def enough_data(trainer: Trainer, where: Position) -> Datasets:
+    """The datasets, with training data to the end of a run that goes on from ``where``.
+
+    Those that were built count this run's global batch from sample 0 on; the steps before ``where`` may have had a
+    larger one.  The order of samples does not depend on their number.
+    """
+    config = trainer.config
+    steps = config.last_iteration(where.iteration, where.consumed_samples) - where.iteration
+    needed = where.consumed_samples + max(0, steps) * config.batch.global_batch_size
+    if needed <= len(trainer.datasets.train):
+        return trainer.datasets
+    return together(lambda: build_data(config, trainer.vocab, trainer.tokenizer, train_samples=needed))
 
 
 def loader(trainer: Trainer, dataset: SampleDataset, consumed: int) -> MicroBatchLoader:

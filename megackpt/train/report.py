@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megackpt.config.errors import UsageError
 from megackpt.observe.host_memory import host_memory
 from megackpt.observe.log_line import evaluation_line, format_bytes, iteration_line
 from megackpt.observe.metrics import MetricsWriter
@@ -32,14 +33,18 @@ class Reporter:
         config = trainer.config
         self.speaks = trainer.mesh.rank == logging_rank(trainer.mesh.world_size)
         self.run_dir = Path(config.logging.run_dir) if config.logging.run_dir else None
-        self.progress = Progress(config.total_iterations, start.iteration)
+        self._last = config.last_iteration(start.iteration, start.consumed_samples)
+        self.progress = Progress(self._last, start.iteration)
         self._pending: list[IterationRecord] = []
         self._flops, self._hardware_flops = step_flops(trainer)
         self._peak = config.logging.peak_tflops
         if self._peak is None and trainer.seam.kind == "cuda":
             self._peak = peak_tflops(torch.cuda.get_device_name(trainer.seam.device), config.precision.params_dtype)
         if self.speaks and self.run_dir is not None:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
+            try:
+                self.run_dir.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise UsageError(f"--run-dir {self.run_dir}: {error.strerror or error}") from error
         self._metrics = [MetricsWriter(path) for path in self._metric_files()] if self.speaks else []
         self._writers = build_writers(
             is_logging_rank=self.speaks,
@@ -121,7 +126,7 @@ class Reporter:
         rates = throughput(outcome.tokens, seconds, devices, self._flops, self._hardware_flops, self._peak)
         return IterationRecord(
             iteration=where.iteration,
-            train_iters=trainer.config.total_iterations,
+            train_iters=self._last,
             consumed_samples=where.consumed_samples,
             global_batch_size=trainer.config.batch.global_batch_size,
             iteration_time_s=seconds,

@@ -103,6 +103,19 @@ def test_other_mistakes_exit_with_two_and_a_sentence(tmp_path: Path) -> None:
         assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
+def test_outputs_that_cannot_be_written_exit_with_two_and_a_sentence(tmp_path: Path) -> None:
+    source = jsonl(tmp_path / "c.jsonl", *({"text": f"{i} apples and {i + 1} pears"} for i in range(50)))
+    below = source / "out"  # under a file
+    for name, arguments in {
+        "preprocess_data": ("--input", source, "--output-prefix", below, "--tokenizer-type", "NullTokenizer"),
+        "train_tokenizer": ("--input", source, "--vocab-size", 290, "--output", below),
+        "build_corpus": ("--text", source, "--output", below),
+    }.items():
+        done = tool(name, *arguments, *(("--vocab-size", 9) if name == "preprocess_data" else ()))
+        assert done.returncode == 2 and f"{below}: cannot be written" in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+
+
 def test_several_files_and_keys_keep_their_order(tmp_path: Path) -> None:
     first = jsonl(tmp_path / "a.jsonl", {"text": "1", "title": "10"}, {"text": "2"})
     second = tmp_path / "b.jsonl.gz"

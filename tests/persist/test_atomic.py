@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megackpt.config.errors import UsageError
 from megackpt.mesh.parameter import ParameterRecord
 from megackpt.persist import (
     CheckpointError,
@@ -111,6 +112,15 @@ def test_a_kill_between_shards_leaves_the_previous_and_the_next_start_cleans_up(
     assert files(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["iter_0000005"]
     assert prepare_directory(tmp_path) == []
+
+
+def test_a_root_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -> None:
+    file = tmp_path / "a-file"
+    file.touch()
+    with pytest.raises(UsageError, match=r"--save .*/a-file: nothing can be written there"):
+        prepare_directory(file)
+    prepare_directory(tmp_path / "new" / "root")
+    assert list((tmp_path / "new" / "root").iterdir()) == []
 
 
 def killed_at(rank: int, world_size: int, root: str, iteration: int, call: str, count: int) -> None:

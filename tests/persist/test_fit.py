@@ -53,6 +53,13 @@ def test_a_key_that_the_run_lacks_is_named(root: Path) -> None:
     )
 
 
+def test_masters_that_only_one_side_has_point_to_the_number_format(root: Path) -> None:
+    state = state_of(lone_mesh(), None)
+    state.tensors.append(replace(EXTRA, key="optimizer.master.layers.2.mlp.up.weight"))
+    with pytest.raises(UsageError, match=r"which this run has\n.*--bf16, --params-dtype.*--no-load-optim"):
+        load_into(root, state)
+
+
 def test_many_keys_are_not_all_listed(root: Path) -> None:
     state = state_of(lone_mesh(), None)
     state.tensors += [replace(EXTRA, key=f"model.{i}") for i in range(9)]

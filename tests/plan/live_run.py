@@ -8,10 +8,9 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
-from megackpt.config.run import RunConfig
 from megackpt.observe.memory_tracker import MemoryTracker
+from megackpt.observe.numbers import model_numbers
 from megackpt.plan.numbers import Layout as PlanLayout
-from megackpt.plan.numbers import ModelNumbers
 from megackpt.plan.predict import StagePrediction, predict
 from megackpt.train.build import Trainer
 from megackpt.train.loop import loader
@@ -46,34 +45,6 @@ class PatientTracker(MemoryTracker):
         if func.namespace == "c10d":
             self._waits = 3
         return super().__torch_dispatch__(func, types, args, kwargs)
-
-
-def numbers_of(config: RunConfig, vocab: int) -> ModelNumbers:
-    """A run's model as the planner takes it."""
-    m = config.model
-    return ModelNumbers(
-        layers=m.num_layers,
-        hidden=m.hidden_size,
-        heads=m.num_attention_heads,
-        kv_heads=m.num_query_groups,
-        head_size=m.kv_channels,
-        ffn=m.ffn_hidden_size,
-        vocab=vocab,
-        padded_vocab=m.padded_vocab_size(vocab, config.parallel.tensor),
-        seq=m.seq_length,
-        norm=m.normalization,
-        positions=m.position_embedding_type,
-        max_positions=m.max_position_embeddings,
-        rotary_share=m.rotary_percent,
-        biases=m.add_bias_linear,
-        tied=m.tie_embeddings,
-        activation="swiglu" if m.swiglu else "squared_relu" if m.squared_relu else "gelu",
-        hidden_dropout=m.hidden_dropout,
-        attention_dropout=m.attention_dropout,
-        fused_attention=m.fused_attention,
-        softmax_fp32=m.attention_softmax_in_fp32,
-        loss_chunk=m.loss_chunk_size or 0,
-    )
 
 
 def layout_of(trainer: Trainer) -> PlanLayout:
@@ -113,5 +84,5 @@ def _run(flags: Mapping[str, object], layout: Layout) -> tuple[Seen, StagePredic
                 stepper.accumulate(batches)
             peaks.append(tracker.peak_bytes)
     seen = Seen(trainer.account.peak, min(peaks), sum(p.numel() for p, _ in trainer.parameters))
-    prediction = predict(numbers_of(trainer.config, trainer.vocab), layout_of(trainer), trainer.plan, watched=True)
+    prediction = predict(model_numbers(trainer.config, trainer.vocab), layout_of(trainer), trainer.plan, watched=True)
     return seen, prediction.stages[trainer.mesh.pp.index]

@@ -146,8 +146,8 @@ def _mlp(rank: int, world_size: int, sp: bool, gated: bool, bias: bool) -> dict[
             hidden = F.gelu(hidden)
         y = down(hidden)
         y = reduce_scatter_sequence(y, axis) if tp.sequence_parallel else reduce_from_tp(y, axis)
-        if down.bias is not None:
-            y = y + down.bias
+        if down.bias_after is not None:
+            y = y + down.bias_after
     with collectives() as backward:
         y.backward(grad)
     gradients = {}

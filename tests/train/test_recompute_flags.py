@@ -91,6 +91,11 @@ def test_a_stored_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     path.write_text(json.dumps({"version": 7}))
     (said,) = run_distributed(_refused, 1, SMALL_GPT | {"recompute-plan": str(path)}, Layout())
     assert said == f"--recompute-plan {path}: not a plan of this version (plan version 7; this code reads version 1)"
+    path.write_text(_one_plan(2).dumps().replace("mlp.act", "mlp.actt"))
+    (said,) = run_distributed(_refused, 1, SMALL_GPT | {"recompute-plan": str(path)}, Layout())
+    assert said == f"--recompute-plan {path}: layers.1 has no step named mlp.actt"
+    (said,) = run_distributed(_refused, 1, SMALL_GPT | {"recompute-plan": str(tmp_path / "none")}, Layout())
+    assert said == f"--recompute-plan {tmp_path}/none cannot be read: No such file or directory"
 
 
 def test_verified_replay_raises_no_false_alarm() -> None:

@@ -127,6 +127,22 @@ def test_data_parallel(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     same_at_the_end(parts | {"train-iters": 15}, layout, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("length", "numbers"),
+    [({"train-iters": 6}, [5, 6]), ({"train-samples": 24}, [5, 6, 7, 8])],
+    ids=["by-iterations", "by-samples"],
+)
+def test_a_smaller_global_batch_after_the_resume(length: Flags, numbers: list[int], tmp_path: Path) -> None:
+    """4 steps of 4 samples, then steps of 2: more samples were consumed than a whole run of the new batch has."""
+    flags = SMALL_GPT | {"load": str(tmp_path / "saved"), "metrics-file": str(tmp_path / "log.jsonl")}
+    del flags["train-iters"]
+    first = flags | {"train-iters": 4, "save": str(tmp_path / "saved")}
+    run_distributed(train_all, 1, first, Layout())
+    run_distributed(train_all, 1, flags | length | {"global-batch-size": 2}, Layout())
+    seen = logged(tmp_path / "log.jsonl", "iteration", "consumed_samples")[4:]
+    assert seen == [(number, 16 + 2 * k) for k, number in enumerate(numbers, start=1)]
+
+
 # -- random state ----------------------------------------------------------------------------------------------------
 
 
