@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -21,6 +21,7 @@ from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.mesh.rendezvous import init_process_group, shutdown
 from megackpt.observe.memory_tracker import ActivationPeak
 from megackpt.persist import CheckpointError, coordination_group, prepare_directory
+from megackpt.pipeline.errors import PipelineError
 from megackpt.train.agree import together
 from megackpt.train.build import Trainer, build, build_data
 from megackpt.train.checkpoint import Position, load_run, save_run
@@ -102,9 +103,10 @@ class Loop:
             trainer.account.reset_peak()
         start = time.perf_counter()
         peak = ActivationPeak(trainer.seam) if measures else None
-        with peak or nullcontext():
-            totals = self.stepper.accumulate(batches)
-        outcome = self.stepper.update(totals, self.where.consumed_samples)
+        with self._named(number):
+            with peak or nullcontext():
+                totals = self.stepper.accumulate(batches)
+            outcome = self.stepper.update(totals, self.where.consumed_samples)
         trainer.seam.synchronize()
         seconds = time.perf_counter() - start
         self.where = Position(number, self.where.consumed_samples + config.batch.global_batch_size)
@@ -112,6 +114,20 @@ class Loop:
             self._saved_bytes = over_ranks(trainer.account.peak, trainer)
         peaks = over_ranks(peak.bytes, trainer) if peak is not None else None
         self._report(outcome, seconds, peaks)
+
+    @contextmanager
+    def _named(self, number: int) -> Iterator[None]:
+        """A collective that fails (a rank died or stands still) says which rank waited, and in which iteration."""
+        try:
+            yield
+        except PipelineError:
+            raise
+        except RuntimeError as error:
+            mesh = self.trainer.mesh
+            raise RuntimeError(
+                f"rank {mesh.rank} of {mesh.world_size} (tp {mesh.tp.index}, dp {mesh.dp.index}, pp {mesh.pp.index})"
+                f" failed in iteration {number}, after {number - 1} complete ones: {error}"
+            ) from error
 
     def _measures(self, number: int) -> bool:
         interval = self.trainer.config.logging.memory_track_interval
