@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megackpt.plan.decision import KEEP, REPLAY, REPLAY_ALL, SHARD, ChunkPlan, Decision, Group, Plan, SaveSet
-from megackpt.plan.steps import BLOCK, GATHERS, HEAD_CHUNK, MODULES, NORMS
+from megackpt.plan.steps import BLOCK, CONSUMERS, GATHERS, HEAD_CHUNK, MODULES, NORMS
 
 _GATHERED = Decision(output=REPLAY)
 _MASKS = Decision(masks=REPLAY)
@@ -65,12 +65,13 @@ def full_layer(keep: str = "boundaries", boundary: str = KEEP) -> SaveSet:
 
     ``boundary``: how a boundary is kept, ``keep`` or ``shard``.
     """
-    kept = Decision(output=boundary, internals=REPLAY, masks=REPLAY)
-    decisions = {"mlp.residual": kept}
-    if keep == "boundaries":
-        decisions["attn.residual"] = kept
-    elif keep != "layer-input":
+    kept = Decision(output=boundary, masks=REPLAY)
+    halves = {"boundaries": ("attn", "mlp"), "layer-input": ("mlp",)}
+    if keep not in halves:
         raise ValueError(f"keep={keep!r} is neither 'boundaries' nor 'layer-input'")
+    # What only feeds a kept boundary is saved by nobody: dropping it would remember a call that is never made.
+    decisions = {f"{half}.residual": kept for half in halves[keep]}
+    decisions |= {step: _MASKS for half in halves[keep] for step in CONSUMERS[half]}
     return SaveSet(decisions, REPLAY_ALL)
 
 

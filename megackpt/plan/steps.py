@@ -67,6 +67,9 @@ BLOCK_NAMES = tuple(s.name for s in BLOCK)
 NORMS = tuple(s.name for s in BLOCK if s.name.endswith(".norm"))
 GATHERS = tuple(s.name for s in (*BLOCK, *HEAD) if s.collective == "all_gather")
 
+# The steps that only feed the boundary at the end of their half of a layer.
+CONSUMERS = {"attn": ("attn.proj", "attn.reduce"), "mlp": ("mlp.down", "mlp.reduce")}
+
 # Megatron's names for what selective recompute drops, as steps of ours.
 MODULES = {
     "core_attn": ("attn.core",),

@@ -12,7 +12,7 @@ from megackpt.plan.steps import BLOCK, BLOCK_NAMES, EMBED, GATHERS, HEAD, MODULE
 GATHERED = Decision("replay", "keep", "keep")
 REDRAWN = Decision("keep", "keep", "replay")
 NORM = Decision("replay", "keep", "replay")
-BOUNDARY = Decision("keep", "replay", "replay")
+BOUNDARY = Decision("keep", "keep", "replay")
 LAYERS = range(3, 8)
 
 
@@ -73,10 +73,15 @@ def test_selective_refuses_what_is_no_step() -> None:
 
 
 def test_full_layer() -> None:
-    assert decisions(full_layer()) == changed(REPLAY_ALL, attn_residual=BOUNDARY, mlp_residual=BOUNDARY)
-    assert decisions(full_layer("layer-input")) == changed(REPLAY_ALL, mlp_residual=BOUNDARY)
-    sharded = Decision("shard", "replay", "replay")
-    assert decisions(full_layer(boundary="shard")) == changed(REPLAY_ALL, attn_residual=sharded, mlp_residual=sharded)
+    """What only feeds a kept boundary is not dropped: nobody saves it, so it is gone anyway."""
+    mlp = {"mlp_down": REDRAWN, "mlp_reduce": REDRAWN}
+    both = {"attn_proj": REDRAWN, "attn_reduce": REDRAWN, **mlp}
+    assert decisions(full_layer()) == changed(REPLAY_ALL, attn_residual=BOUNDARY, mlp_residual=BOUNDARY, **both)
+    assert decisions(full_layer("layer-input")) == changed(REPLAY_ALL, mlp_residual=BOUNDARY, **mlp)
+    shard = Decision("shard", "keep", "replay")
+    assert decisions(full_layer(boundary="shard")) == changed(
+        REPLAY_ALL, attn_residual=shard, mlp_residual=shard, **both
+    )
     with pytest.raises(ValueError, match="keep='both' is neither 'boundaries' nor 'layer-input'"):
         full_layer("both")
 
