@@ -57,11 +57,6 @@ def median_ratio(a: Sequence[float], b: Sequence[float]) -> float:
     return statistics.median(x / y for x, y in zip(a, b, strict=True))
 
 
-def median_difference(a: Sequence[float], b: Sequence[float]) -> float:
-    """Median over pairs of a - b."""
-    return statistics.median(x - y for x, y in zip(a, b, strict=True))
-
-
 # -- bytes -----------------------------------------------------------------------------------------------------------
 
 

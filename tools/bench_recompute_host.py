@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from megackpt.plan import KEEP, REPLAY, ChunkPlan, Decision, SaveSet
 from megackpt.plan.decision import REPLAY_ALL
 from megackpt.recompute import RngLedger, Tape, step
-from tools.bench_common import Runs, in_turns, median_difference
+from tools.bench_common import Runs, in_turns
 from tools.bench_plain import Model
 from tools.bench_regions import BY_HAND, DEFAULTS, NO_STATE, NON_REENTRANT, STREAMS, ways
 from tools.bench_stacks import OurStack, Training, in_turn, plain_layers
@@ -129,6 +129,11 @@ def check(subject: Subject) -> None:
 def _forward_only(training: Training, times: int) -> None:
     for _ in range(times):
         training.forward(training.x)
+
+
+def median_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    """Median over rounds of a - b."""
+    return statistics.median(x - y for x, y in zip(a, b, strict=True))
 
 
 def measure(subject: Subject, effort: Effort) -> dict[str, Any]:
