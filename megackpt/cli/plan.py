@@ -45,7 +45,7 @@ def read_own(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks of the whole run")
     parser.add_argument(
         "--machine", default="h100-80gb", metavar="NAME",
-        help=f"{', '.join(MACHINES)}, or a file of megackpt calibrate (default %(default)s)",
+        help=f"{', '.join(MACHINES)}, or a JSON file with the same fields (default %(default)s)",
     )  # fmt: skip
     parser.add_argument(
         "--memory-budget-gib", type=float, metavar="X", help="memory of a rank to plan for (default: the machine's)"

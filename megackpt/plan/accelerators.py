@@ -1,7 +1,7 @@
 """A small table of accelerators: memory, peaks, bandwidths, each figure with its source.  JSON in and out.
 
 Peaks are dense (a sparse figure is twice as large and halves every MFU).  Achievable fractions are planning values:
-measure your own machine with ``megackpt calibrate`` and give its file instead.
+give a JSON file with figures of your own machine instead where you know them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def machine_named(name: str) -> Machine:
     path = Path(name)
     if path.suffix == ".json" and path.is_file():
         return Machine.from_json(json.loads(path.read_text(encoding="utf-8")))
-    raise ValueError(f"machine {name!r} is neither one of {', '.join(MACHINES)} nor a JSON file of `calibrate`")
+    raise ValueError(f"machine {name!r} is neither one of {', '.join(MACHINES)} nor a JSON file with the fields of one")
 
 
 _PLANNED = {
@@ -123,7 +123,7 @@ MACHINES: dict[str, Machine] = {
         Machine(
             "cpu", 16 * GIB, {"bf16": 2e9, "fp32": 5e10, "fp64": 2.5e10}, 1e10, 2e9, 1e9, 1e10, 1,
             per_node=1, gemm_fraction=0.8, latency_s=5e-5,
-            sources={"all": "one core of an AVX2 server, order of magnitude; measure with `megackpt calibrate`"},
+            sources={"all": "one core of an AVX2 server, order of magnitude"},
         ),
     )
 }  # fmt: skip
