@@ -72,13 +72,14 @@ class _UnfusedCore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, packed: Tensor, groups: int, softmax_in_fp32: bool, source: MaskSource | None) -> Tensor:
         q, k, v = _grouped(packed, groups)  # [b, g, r s, d], [b, g, s, d] twice
-        scores = torch.matmul(q, k.transpose(-1, -2)).mul_(1.0 / math.sqrt(packed.shape[-1]))
-        s = packed.shape[0]
-        scores = scores.view(*scores.shape[:2], -1, s, s)
+        s, (b, rows) = packed.shape[0], (q.shape[0], q.shape[2])
+        # Scale and mask cost no pass of their own: the kernel adds the product to the mask.
+        scores = torch.baddbmm(
+            _causal(q, rows // s), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1.0 / math.sqrt(packed.shape[-1])
+        ).view(b, groups, -1, s, s)
         if softmax_in_fp32 and scores.dtype not in (torch.float32, torch.float64):
             scores = scores.float()
-        hidden = torch.ones(s, s, dtype=torch.bool, device=packed.device).triu_(1)
-        weights = torch.softmax(scores.masked_fill_(hidden, -torch.inf), dim=-1).to(packed.dtype)
+        weights = torch.softmax(scores, dim=-1).to(packed.dtype)
         ctx.groups, ctx.source = groups, source
         dropped = weights
         if source is None:
@@ -119,6 +120,12 @@ def _grouped(packed: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = _views(packed, groups)
     b, heads, s, d = q.shape
     return q.reshape(b, groups, heads // groups * s, d), k, v
+
+
+def _causal(q: Tensor, r: int) -> Tensor:
+    """What is added to the scores of r stacked query heads, ``[r s, s]``: minus infinity for keys to come, else 0."""
+    s = q.shape[2] // r
+    return q.new_full((s, s), -torch.inf).triu_(1).repeat(r, 1)
 
 
 def _merged(out: Tensor, s: int) -> Tensor:  # [b, g, r s, d] -> [s, b, a d]

@@ -209,15 +209,15 @@ def _unfused(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     folds = _folds(model, layout)
     copied_keys, copied_queries = (0 if folds else keys), (0 if folds or grouped else out)
     narrowed = model.softmax_fp32 and w != x.wide
-    scores, hidden = count * (x.wide if narrowed else w), length * length
+    scores, hidden = count * (x.wide if narrowed else w), length * length * model.heads // model.kv_heads * w
     drops = model.attention_dropout > 0
     mask, dropped = (count, weights) if drops else (0, 0)
     forward = (
-        copied_queries + copied_keys + weights,
+        hidden + copied_queries + copied_keys + weights,
         weights + scores if narrowed else 0,
-        2 * scores + hidden + (weights if narrowed else 0),
-        scores + hidden + weights + (3 * mask if drops else 0),
-        scores + hidden + weights + mask + dropped + max(copied_keys + out, 2 * out),
+        2 * scores + (weights if narrowed else 0),
+        scores + weights + (3 * mask if drops else 0),
+        scores + weights + mask + dropped + max(copied_keys + out, 2 * out),
     )
     products = max(copied_keys + out, copied_queries + keys)
     backward = max(keys, copied_keys + weights, 2 * weights + products)

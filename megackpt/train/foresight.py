@@ -31,6 +31,13 @@ def foresee(trainer: Trainer) -> tuple[str, ...]:
         f" leanest {_kept(leanest)}, {LEANEST_FLAGS}); replay adds {100 * (hardware / flops - 1):.1f} %"
         " to a step's FLOPs"
     ]
+    last = chosen.stages[-1]
+    of_head = last.terms["ends"] + last.terms["transient"]
+    if "head." in last.peak_step and of_head > last.terms["activations"] and not model.loss_chunk:
+        said.append(
+            f"the peak of the last stage, {format_bytes(last.activation_bytes)} of activations, comes in its head"
+            f" ({last.peak_step}): recomputing layers does not lower it, --loss-chunk-size does"
+        )
     memory = trainer.seam.total_bytes()
     if memory is not None:
         said += _warnings(chosen, leanest, memory)

@@ -16,6 +16,7 @@ from megackpt.plan import Decision, Plan, SaveSet
 from megackpt.plan.decision import OFFLOAD_HOST, REPLAY, ChunkPlan
 from megackpt.plan.policies import full_layer
 from megackpt.train.foresight import foresee
+from megackpt.train.step import Stepper
 from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, built, steps
 from tests.pool import run_distributed
 
@@ -125,7 +126,7 @@ def _foreseen(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple
 def test_what_is_said_before_the_first_step() -> None:
     """Two layers keep 2 boundaries each, 20 x 2 x 48 fp32 numbers; the ends keep ids, norm statistics, the head's
     input, softmax and targets.  Replayed: qkv 6, core 4s/h and up 7 of b s h^2 (f = 3.5h), of both layers."""
-    ((said,),) = run_distributed(_foreseen, 1, SMALL_GPT | {"recompute-granularity": "full"}, Layout())
+    ((said, *_),) = run_distributed(_foreseen, 1, SMALL_GPT | {"recompute-granularity": "full"}, Layout())
     s, b, h, vocab = 20, 2, 48, 512
     boundary = 4 * s * b * h
     ends = 8 * s * b + (boundary + 8 * s * b) + boundary + (4 * s * b * vocab + 8 * s * b)
@@ -134,3 +135,48 @@ def test_what_is_said_before_the_first_step() -> None:
     model = 3 * (2 * (6 + 4 * s / h + 2 + 7 + 7) + 2 * vocab / h)
     replayed = 2 * (6 + 4 * s / h + 7)
     assert said.endswith(f"replay adds {100 * replayed / model:.1f} % to a step's FLOPs")
+
+
+def _kept(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[int, tuple[str, ...]]:
+    trainer = built(flags, layout)
+    stepper = Stepper(trainer)
+    stepper.count_bytes = True
+    steps(trainer, 1, stepper=stepper)
+    return trainer.account.peak, foresee(trainer)
+
+
+def test_full_keeps_less_than_selective_and_that_less_than_none() -> None:
+    """ME-02, with the unfused core; and a head that dominates is named, since no layer can help it."""
+    deep: Flags = {"attention-backend": "unfused", "num-layers": 6, "vocab-size": 97, "make-vocab-size-divisible-by": 1}
+    policies = ("none", "selective", "full")
+    kept = [
+        run_distributed(_kept, 1, SMALL_GPT | deep | {"recompute-granularity": name}, Layout())[0] for name in policies
+    ]
+    assert kept[0][0] > kept[1][0] > kept[2][0]
+    assert all(len(said) == 1 for _, said in kept[:2])
+    fat = SMALL_GPT | {"vocab-size": 4001, "recompute-granularity": "full"}
+    ((_, said),) = run_distributed(_kept, 1, fat, Layout())
+    assert "comes in its head" in said[1] and said[1].endswith("--loss-chunk-size does")
+    ((_, said),) = run_distributed(_kept, 1, fat | {"loss-chunk-size": 4}, Layout())
+    assert len(said) == 1
+
+
+def _offloaded(layers: int) -> Plan:
+    """Every output that anybody saves, and every internal, waits in host memory."""
+    away = SaveSet(default=Decision(output=OFFLOAD_HOST, internals=OFFLOAD_HOST))
+    return Plan(((ChunkPlan({f"layers.{i}": away for i in range(layers)}),),), "offload")
+
+
+def _ten_steps(rank: int, world_size: int, flags: Flags, layout: Layout) -> list[float]:
+    return steps(built(flags, layout), 10).losses
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_offload_under_tensor_parallelism_changes_nothing(sp: bool, tmp_path: Path) -> None:
+    """OF-04: ten steps, dropout on."""
+    path = tmp_path / "plan.json"
+    path.write_text(_offloaded(2).dumps())
+    flags = SMALL_GPT | DROPOUT | {"train-iters": 10}
+    plain = run_distributed(_ten_steps, 2, flags, Layout(tp=2, sp=sp))
+    away = run_distributed(_ten_steps, 2, flags | {"recompute-plan": str(path)}, Layout(tp=2, sp=sp))
+    assert plain == away
