@@ -43,8 +43,9 @@ class Products(TorchDispatchMode):
         if func in (aten.mm.default, aten.addmm.default, aten.addmm_.default):
             a, b = args[-2:]
             self.seen["mm", (*a.shape, b.shape[1])] += 1
-        elif func is aten.bmm.default:
-            self.seen["bmm", (*args[0].shape, args[1].shape[2])] += 1
+        elif func in (aten.bmm.default, aten.baddbmm.default):
+            a, b = args[-2:]
+            self.seen["bmm", (*a.shape, b.shape[2])] += 1
         elif func is FUSED_CORE:
             self.seen["sdpa", tuple(args[0].shape)] += 1
         return func(*args, **(kwargs or {}))
