@@ -12,7 +12,7 @@ COPY requirements.lock /tmp/requirements.lock
 # torch, numpy and what they need come with the image, built for its CUDA: --no-deps leaves them alone, and the
 # comparison makes sure of it.
 RUN python -c 'import torch; print(torch.__version__)' > /tmp/torch-of-image \
-    && grep -E '^(PyYAML|safetensors|sentencepiece)==' /tmp/requirements.lock > /tmp/requirements.txt \
+    && grep -E '^(PyYAML|regex|safetensors|sentencepiece|tiktoken|tokenizers|zstandard)==' /tmp/requirements.lock > /tmp/requirements.txt \
     && pip install --no-cache-dir --no-deps -r /tmp/requirements.txt \
     && test "$(python -c 'import torch; print(torch.__version__)')" = "$(cat /tmp/torch-of-image)"
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 from setuptools import find_packages, setup
 
-DATA = ["sentencepiece>=0.2"]
+DATA = ["sentencepiece>=0.2", "tiktoken>=0.9", "tokenizers>=0.20", "zstandard>=0.22"]
 TENSORBOARD = ["tensorboard>=2.15"]
 WANDB = ["wandb>=0.18"]
 DEV = ["hypothesis>=6.100", "mypy>=1.13", "pytest>=8", "pytest-timeout>=2.3", "ruff>=0.8", "types-PyYAML>=6"]
