@@ -37,6 +37,12 @@ class ModelConfig:
     rotary_base: float = 10000.0
     rotary_percent: float = 1.0
     """Share of a head's channels that are rotated."""
+    rotary_interpolation: float = 1.0
+    """Positions are divided by this before they turn anything (linear scaling)."""
+    use_rope_scaling: bool = False
+    """Long wavelengths are stretched as Llama 3.1 has it."""
+    rope_scaling_factor: float = 8.0
+    """How much they are stretched."""
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
     swiglu: bool = False
@@ -115,6 +121,8 @@ class ModelConfig:
     def _check_positions(self) -> None:
         one_of("--position-embedding-type", self.position_embedding_type, POSITION_EMBEDDINGS)
         above_zero("--rotary-base", self.rotary_base)
+        above_zero("--rotary-seq-len-interpolation-factor", self.rotary_interpolation)
+        above_zero("--rope-scaling-factor", self.rope_scaling_factor)
         if not 0 < self.rotary_percent <= 1:
             raise UsageError(f"--rotary-percent must be above 0 and at most 1; got {self.rotary_percent}.")
         if self.position_embedding_type == "learned_absolute" and self.seq_length > self.max_position_embeddings:

@@ -37,16 +37,8 @@ def sections(values: Layer, world_size: int) -> dict[str, object]:
     missing = [flag.name for flag in FLAGS if flag.required and flag.key not in values]
     if missing:
         raise UsageError(f"Missing: {', '.join(missing)}.")
-    fields: dict[str, dict[str, Value]] = {name: {} for name in SECTION_TYPES}
-    for key, value in values.items():
-        flag = BY_KEY[key]
-        if flag.target is not None:
-            section, name = flag.target.split(".")
-            fields[section][name] = flag.field_value(value)
+    fields = section_fields(values)
     fields["parallel"]["world_size"] = world_size
-    if "vocab-size" in values:
-        fields["data"]["vocab_size"] = values["vocab-size"]
-    _query_groups(values, fields["model"])
     made: dict[str, object] = {"parallel": ParallelConfig(**fields.pop("parallel"))}  # type: ignore[arg-type]
     parallel = made["parallel"]
     assert isinstance(parallel, ParallelConfig)
@@ -58,8 +50,22 @@ def sections(values: Layer, world_size: int) -> dict[str, object]:
     return made
 
 
+def section_fields(values: Layer) -> dict[str, dict[str, Value]]:
+    """What ``values`` say of each section's fields, by section name.  Raises UsageError on contradictions."""
+    fields: dict[str, dict[str, Value]] = {name: {} for name in SECTION_TYPES}
+    for key, value in values.items():
+        flag = BY_KEY[key]
+        if flag.target is not None:
+            section, name = flag.target.split(".")
+            fields[section][name] = flag.field_value(value)
+    if "vocab-size" in values:
+        fields["data"]["vocab_size"] = values["vocab-size"]
+    _query_groups(values, fields["model"])
+    return fields
+
+
 def _query_groups(values: Layer, model: dict[str, Value]) -> None:
-    groups, heads = values.get("num-query-groups"), values["num-attention-heads"]
+    groups, heads = values.get("num-query-groups"), values.get("num-attention-heads")
     if values.get("group-query-attention"):
         model["num_query_groups"] = 1 if groups is None else groups
     elif groups is not None and groups != heads:

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import yaml
-
 from megackpt.config.batch import BatchConfig
 from megackpt.config.checks import nearest_divisors, nearest_multiples
 from megackpt.config.data import DataConfig
 from megackpt.config.errors import UsageError
-from megackpt.config.flags import FLAGS
 from megackpt.config.model import ModelConfig
 from megackpt.config.observe import LoggingConfig
 from megackpt.config.optimizer import OptimizerConfig
@@ -22,6 +19,7 @@ from megackpt.config.recompute import RecomputeConfig
 from megackpt.config.resolve import SECTION_TYPES, sections
 from megackpt.config.schedule import TrainConfig
 from megackpt.config.sources import Source, expand, read_mapping
+from megackpt.config.stored import dump_sections
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,17 +85,7 @@ class RunConfig:
 
     def to_yaml(self) -> str:
         """YAML of flag names by section; ``--config`` reads it back to an equal run (at the same world size)."""
-        document: dict[str, dict[str, object]] = {section: {} for section in SECTION_TYPES}
-        for flag in FLAGS:
-            if flag.target is None:
-                continue
-            section, name = flag.target.split(".")
-            value = flag.user_value(getattr(getattr(self, section), name))
-            document[section][flag.key] = list(value) or None if isinstance(value, tuple) else value
-        grouped = self.model.num_query_groups != self.model.num_attention_heads
-        document["model"]["group-query-attention"] = grouped
-        document["model"]["num-query-groups"] = self.model.num_query_groups if grouped else None
-        return yaml.safe_dump(document, sort_keys=False, allow_unicode=True, width=110)
+        return dump_sections({section: getattr(self, section) for section in SECTION_TYPES})
 
     def _check_tensor_parallel(self) -> None:
         model, tensor = self.model, self.parallel.tensor

@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.rotated = int(d * config.rotary_percent) if config.position_embedding_type == "rope" else 0
         self.tables: Tensor
         if self.rotated:
-            tables = rope_tables(config.seq_length, self.rotated, config.rotary_base, tp.dtype, tp.device)
+            tables = rope_tables(config, self.rotated, tp.dtype, tp.device)
             self.register_buffer("tables", tables, persistent=False)
 
     def forward(self, step: Scope, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s/t, b, h]

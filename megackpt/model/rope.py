@@ -9,20 +9,37 @@ that attention saves, 2sb(a + 2g)d/t bytes, and nothing depends on the projectio
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megackpt.config.model import ModelConfig
 
-def rope_tables(seq_length: int, rotated: int, base: float, dtype: torch.dtype, device: torch.device) -> Tensor:
+# Fixed in every Llama 3.x model, and in Megatron-LM's --use-rope-scaling.
+LLAMA3_CONTEXT, LLAMA3_LOW, LLAMA3_HIGH = 8192, 1.0, 4.0
+
+
+def rope_tables(config: ModelConfig, rotated: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Cosines and sines, ``[2, s, 1, 1, rotated/2]``, in fp32 (fp64 for an fp64 model)."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    frequencies = base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
-    angles = torch.outer(torch.arange(seq_length, dtype=torch.float64), frequencies)
-    tables = torch.stack((angles.cos(), angles.sin())).view(2, seq_length, 1, 1, rotated // 2)
+    frequencies = config.rotary_base ** (-torch.arange(0, rotated, 2, dtype=torch.float64) / rotated)
+    if config.use_rope_scaling:
+        frequencies = _stretched(frequencies, config.rope_scaling_factor)
+    positions = torch.arange(config.seq_length, dtype=torch.float64) / config.rotary_interpolation
+    angles = torch.outer(positions, frequencies)
+    tables = torch.stack((angles.cos(), angles.sin())).view(2, config.seq_length, 1, 1, rotated // 2)
     return tables.to(device=device, dtype=wide)
+
+
+def _stretched(frequencies: Tensor, factor: float) -> Tensor:
+    """Llama 3.1's scaling: wavelengths above 8192 positions grow by ``factor``, those below 2048 stay, and between
+    them the share that grows rises with 8192 / wavelength."""
+    turns = LLAMA3_CONTEXT * frequencies / (2 * math.pi)  # of each pair of channels over the original context
+    kept = ((turns - LLAMA3_LOW) / (LLAMA3_HIGH - LLAMA3_LOW)).clamp(0.0, 1.0)
+    return frequencies * (kept + (1.0 - kept) / factor)
 
 
 def _rotate(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
