@@ -76,3 +76,11 @@ MODULES = {
     "layernorm": ("attn.norm", "mlp.norm"),
     "mlp": ("mlp.gather", "mlp.up", "mlp.act"),
 }
+
+
+def whole_outputs(sequence_parallel: bool) -> frozenset[str]:
+    """Steps whose output every tensor-parallel rank holds whole and equal, so that each may keep a part of it."""
+    if sequence_parallel:
+        return frozenset(GATHERS)
+    reduced = {s.name for s in (*EMBED, *BLOCK) if s.collective == "reduce"}
+    return frozenset({s.name for s in (*EMBED, *BLOCK) if s.boundary} | reduced | {*NORMS, "head.norm"})

@@ -29,7 +29,7 @@ from megackpt.optim.lr_schedule import LearningRate
 from megackpt.pipeline.stages import Piece, pieces
 from megackpt.plan import ChunkPlan, Plan, plan_for
 from megackpt.plan.decision import OFFLOAD_DISK, OFFLOAD_HOST, SHARD
-from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK
+from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK, whole_outputs
 from megackpt.precision.policy import Precision
 from megackpt.recompute import KeptBytes, RngLedger
 from megackpt.recompute.tiers import HostTier, ShardTier, Tier
@@ -127,7 +127,10 @@ def build_vocabulary(config: RunConfig) -> tuple[Tokenizer | None, int]:
 def build_plan(config: RunConfig, cut: list[Piece]) -> Plan:
     """The plan of the recompute flags for the model as it is cut, or the one in ``--recompute-plan``."""
     if config.recompute.plan_file is not None:
-        return read_plan(config.recompute.plan_file, cut)
+        plan = read_plan(config.recompute.plan_file, cut)
+        if config.parallel.tensor > 1:
+            check_shards(config.recompute.plan_file, plan, config.parallel.sequence_parallel)
+        return plan
     return plan_for([[piece.layers] for piece in cut], policy_of(config))
 
 
@@ -162,6 +165,22 @@ def _check_names(path: str, plan: ChunkPlan) -> None:
             raise UsageError(f"--recompute-plan {path}: {address} has no step named {', '.join(strange)}")
     if OFFLOAD_DISK in plan.choices():
         raise UsageError(f"--recompute-plan {path}: {OFFLOAD_DISK} is not a place that training can use")
+
+
+def check_shards(path: str, plan: Plan, sequence_parallel: bool) -> None:
+    """UsageError where a plan spreads over the ranks what is not equal on them: a gather would give another tensor."""
+    whole, how = whole_outputs(sequence_parallel), "with" if sequence_parallel else "without"
+    for chunk in (chunk for stage in plan.stages for chunk in stage):
+        shards = [(a, name) for a, s in chunk.save_sets.items() for name, d in s.decisions.items() if d.output == SHARD]
+        shards += [(a, "any step") for a, s in chunk.save_sets.items() if s.default.output == SHARD]
+        if sequence_parallel:
+            shards += [(f"layers {g.first} to {g.last}", "the group") for g in chunk.groups if g.output == SHARD]
+        for address, name in shards:
+            if name not in whole:
+                raise UsageError(
+                    f"--recompute-plan {path}: {address} shards the output of {name}, of which every tensor-parallel"
+                    f" rank holds a part of its own {how} --sequence-parallel; whole there: {', '.join(sorted(whole))}"
+                )
 
 
 def build_tiers(plan: ChunkPlan, tp: TensorParallel) -> dict[str, Tier]:
