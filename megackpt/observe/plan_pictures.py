@@ -70,7 +70,7 @@ def _row(canvas: Canvas, e: Evaluation, index: int, y: float, scale: float, unti
         if start >= until:
             break
         end = min(end, until)
-        replay = e.replay_seconds[index][action.chunk] if action.kind == "B" else 0.0
+        replay = e.replay_of(index, action)
         tip = _tip(action, start, end, replay, peak)
         x, width = _LEFT + start * scale, (end - start) * scale
         colour = {"F": FORWARD, "B": BACKWARD, "W": WEIGHTS}[action.kind]

@@ -35,7 +35,7 @@ def _process(e: Evaluation, process: int, role: str) -> list[dict[str, Any]]:
         for action, start, end, peak, level in rows:
             args = {"micro_batch": action.micro_batch, "chunk": action.chunk, "peak_bytes": peak}
             events.append(_slice(str(action), NAMES[action.kind], process, index, start, end, args))
-            replay = e.replay_seconds[index][action.chunk] if action.kind == "B" else 0.0
+            replay = e.replay_of(index, action)
             if replay > 0:
                 until = min(end, start + replay)
                 events.append(_slice(f"replay {action.micro_batch}", "replay", process, index, start, until, {}))

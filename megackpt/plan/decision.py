@@ -1,8 +1,8 @@
 """What is kept and what is rebuilt: decisions, save-sets, plans.  Frozen values, JSON in and out.
 
-A plan is read from the outside in: stages hold chunks, a chunk holds one save-set per address (``embedding``,
-``layers.0`` ..., ``head``) and groups of layers that are replayed as one step; a save-set holds one decision per
-named step.
+A plan is read from the outside in: stages hold chunks, a chunk holds one plan per slot of its micro-batches in flight
+(usually one for all), a chunk plan one save-set per address (``embedding``, ``layers.0`` ..., ``head``) and groups of
+layers that are replayed as one step; a save-set holds one decision per named step.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+VERSION = 2  # of a plan in JSON
 
 KEEP = "keep"
 REPLAY = "replay"
@@ -145,42 +147,76 @@ class ChunkPlan:
 KEEP_EVERYTHING = SaveSet()
 
 
+Slots = tuple[ChunkPlan, ...]
+"""Chunk plans of the slots of one chunk, see `plan.slots`; a slot beyond the last has the last one's."""
+
+
 @dataclass(frozen=True)
 class Plan:
-    """Chunk plans by [stage][chunk].  ``name`` says in words where it came from."""
+    """Chunk plans by [stage][chunk].  ``name`` says in words where it came from.
+
+    ``further``: where micro-batches in flight are treated differently, the chunk plans of slots 1, 2 ... by
+    [stage][chunk]; slot 0 has the one in ``stages``.  Empty: all slots are alike.
+    """
 
     stages: tuple[tuple[ChunkPlan, ...], ...]
     name: str = ""
+    further: tuple[tuple[Slots, ...], ...] = ()
 
-    def chunk(self, stage: int, chunk: int = 0) -> ChunkPlan:
-        return self.stages[stage][chunk]
+    def __post_init__(self) -> None:
+        if self.further and [len(stage) for stage in self.further] != [len(stage) for stage in self.stages]:
+            raise ValueError("the plans of further slots belong to other stages and chunks")
+        if not any(any(stage) for stage in self.further):
+            object.__setattr__(self, "further", ())
+
+    @staticmethod
+    def of_slots(stages: Sequence[Sequence[Slots]], name: str = "") -> Plan:
+        """From the chunk plans of all slots by [stage][chunk], at least one each."""
+        first = tuple(tuple(slots[0] for slots in stage) for stage in stages)
+        return Plan(first, name, tuple(tuple(slots[1:] for slots in stage) for stage in stages))
+
+    def slots(self, stage: int, chunk: int = 0) -> Slots:
+        """The chunk plans of all slots that differ, slot 0 first."""
+        first = self.stages[stage][chunk]
+        return (first, *self.further[stage][chunk]) if self.further else (first,)
+
+    def chunk(self, stage: int, chunk: int = 0, slot: int = 0) -> ChunkPlan:
+        slots = self.slots(stage, chunk)
+        return slots[min(slot, len(slots) - 1)]
 
     def to_json(self) -> dict[str, object]:
         sets: list[SaveSet] = []
-        stages = []
-        for stage in self.stages:
-            chunks = []
-            for chunk in stage:
-                places = {}
-                for address, save_set in chunk.save_sets.items():
-                    if save_set not in sets:
-                        sets.append(save_set)
-                    places[address] = sets.index(save_set)
-                chunks.append({"save_sets": places, "groups": [g.to_json() for g in chunk.groups]})
-            stages.append(chunks)
-        return {"version": 1, "name": self.name, "sets": [s.to_json() for s in sets], "stages": stages}
+        places: dict[SaveSet, int] = {}
+
+        def entry(chunk: ChunkPlan) -> dict[str, object]:
+            named = {}
+            for address, save_set in chunk.save_sets.items():
+                if save_set not in places:
+                    places[save_set] = len(sets)
+                    sets.append(save_set)
+                named[address] = places[save_set]
+            return {"save_sets": named, "groups": [g.to_json() for g in chunk.groups]}
+
+        stages = [
+            [[entry(plan) for plan in self.slots(stage, chunk)] for chunk in range(len(chunks))]
+            for stage, chunks in enumerate(self.stages)
+        ]
+        return {"version": VERSION, "name": self.name, "sets": [s.to_json() for s in sets], "stages": stages}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Plan:
-        if data.get("version") != 1:
-            raise ValueError(f"plan version {data.get('version')!r}; this code reads version 1")
+        if data.get("version") != VERSION:
+            raise ValueError(f"plan version {data.get('version')!r}; this code reads version {VERSION}")
         sets = [SaveSet.from_json(s) for s in data["sets"]]
 
         def chunk(entry: Mapping[str, Any]) -> ChunkPlan:
             places = {address: sets[i] for address, i in entry["save_sets"].items()}
             return ChunkPlan(places, tuple(Group.from_json(g) for g in entry["groups"]))
 
-        return Plan(tuple(tuple(chunk(c) for c in stage) for stage in data["stages"]), data["name"])
+        stages = [[tuple(chunk(slot) for slot in slots) for slots in stage] for stage in data["stages"]]
+        if not all(slots for stage in stages for slots in stage):
+            raise ValueError("a chunk without a slot")
+        return Plan.of_slots(stages, data["name"])
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=1, sort_keys=True)

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
 from megackpt.plan.accelerators import Machine
 from megackpt.plan.choose.engine import EnginePrices
-from megackpt.plan.decision import SHARD, Group, Plan, SaveSet, group_at
+from megackpt.plan.decision import SHARD, ChunkPlan, Group, Plan, SaveSet, group_at
 from megackpt.plan.evaluation import FIXED, Evaluation, StageSeconds
-from megackpt.plan.flops import ModelShape, logits_forward, model_flops, replayed_flops
+from megackpt.plan.flops import ModelShape, layer_forward, logits_forward, model_flops
 from megackpt.plan.kept import replay
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.predict import Prediction, StageWalk, predict
@@ -19,6 +19,7 @@ from megackpt.plan.profile import Profile, StepCost, profile
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.seconds import StepClock
 from megackpt.plan.simulate import Cost, Order, Timeline
+from megackpt.plan.slots import slots_of
 from megackpt.plan.steps import BLOCK_NAMES
 
 
@@ -49,9 +50,13 @@ class Evaluator:
         """``layout``: the same with its layers divided otherwise."""
         layout = layout or self.layout
         prediction = predict(self.model, layout, plan, self.machine, made=self.made, lists=self.short_lists)
-        work = [[self._work(layout, plan, stage, chunk) for chunk in range(layout.v)] for stage in range(layout.p)]
-        full = self.order.durations(lambda stage, action: _seconds(work[stage][action.chunk], action))
-        bare = self.order.durations(lambda stage, action: _seconds(work[stage][action.chunk], action, replays=False))
+        work = [
+            [[self._work(layout, sets, stage, chunk) for sets in plan.slots(stage, chunk)] for chunk in range(layout.v)]
+            for stage in range(layout.p)
+        ]
+        full = self.order.durations(lambda stage, action: _seconds(self._of(work, stage, action), action))
+        bare = self.order.durations(lambda stage, action: _seconds(work[stage][action.chunk][0], action, replays=False))
+        replays = [self._mean_replay(row, stage) for stage, row in enumerate(work)]
         transfer = self.clock.send(self.made.boundary_bytes)
         return Evaluation(
             model=self.model,
@@ -62,10 +67,10 @@ class Evaluator:
             simulated=partial(self._timeline, layout, plan, prediction, work, transfer),
             pipeline_seconds=self.order.step_seconds(full, transfer),
             stages=tuple(
-                StageSeconds(sum(w.forward for w in row), sum(w.backward for w in row), sum(w.replay for w in row))
-                for row in work
+                StageSeconds(sum(w[0].forward for w in row), sum(w[0].backward for w in row), replay)
+                for row, replay in zip(work, replays, strict=True)
             ),
-            replay_seconds=tuple(tuple(w.replay for w in row) for row in work),
+            replay_of=lambda stage, action: self._of(work, stage, action).replay if action.kind == "B" else 0.0,
             bare_seconds=self.order.step_seconds(bare, transfer),
             reduction_seconds=self._reduction(layout, prediction),
             optimizer_seconds=self._optimizer(prediction),
@@ -75,7 +80,28 @@ class Evaluator:
 
     # -- seconds --------------------------------------------------------------------------------------------------
 
-    def _work(self, layout: Layout, plan: Plan, stage: int, chunk: int) -> _Work:
+    @cached_property
+    def slots(self) -> Sequence[Mapping[tuple[int, int], int]]:
+        """By stage, see `plan.slots`."""
+        return [slots_of(actions) for actions in self.lists]
+
+    def _of(self, work: Works, stage: int, action: Action) -> _Work:
+        """The work of a micro-batch in its slot."""
+        slots = work[stage][action.chunk]
+        if len(slots) == 1:
+            return slots[0]
+        return slots[min(self.slots[stage][action.micro_batch, action.chunk], len(slots) - 1)]
+
+    def _mean_replay(self, row: Sequence[Sequence[_Work]], stage: int) -> float:
+        """Of one micro-batch through all chunks of a stage."""
+        if all(len(slots) == 1 for slots in row):
+            return sum(slots[0].replay for slots in row)
+        backwards = [action for action in self.lists[stage] if action.kind == "B"]
+        taken = self.slots[stage]
+        replays = (row[a.chunk][min(taken[a.micro_batch, a.chunk], len(row[a.chunk]) - 1)].replay for a in backwards)
+        return sum(replays) / self.layout.n
+
+    def _work(self, layout: Layout, sets: ChunkPlan, stage: int, chunk: int) -> _Work:
         block, layers = self.made.block, layout.pieces[stage][chunk]
         ends = [self.made.embedding] * layout.is_first(stage, chunk) + [self.made.head] * layout.is_last(stage, chunk)
         clock = self.clock
@@ -83,15 +109,14 @@ class Evaluator:
             forward=len(layers) * clock.layer_forward(block) + sum(map(clock.layer_forward, ends)),
             backward=len(layers) * clock.layer_backward(block) + sum(map(clock.layer_backward, ends)),
             weights=len(layers) * clock.layer_weights(block) + sum(map(clock.layer_weights, ends)),
-            replay=sum(seconds for seconds, _ in self._replayed(layout, plan, stage, chunk)),
+            replay=sum(seconds for seconds, _ in self._replayed(layout, sets, stage, chunk)),
             split=any(action.kind == "W" for action in self.lists[stage]),
         )
 
     def _replayed(
-        self, layout: Layout, plan: Plan, stage: int, chunk: int
+        self, layout: Layout, sets: ChunkPlan, stage: int, chunk: int
     ) -> Iterator[tuple[float, dict[int, tuple[str, ...]]]]:
         """(seconds, steps by layer) of everything that one backward of a chunk replays."""
-        sets = plan.chunk(stage, chunk)
         yield from self._replayed_layers(layout.pieces[stage][chunk], sets.groups, sets.save_sets)
         if layout.is_last(stage, chunk):
             names = replay(self.made.head, sets.save_set("head")).steps
@@ -160,21 +185,34 @@ class Evaluator:
         return self.layout.micro_batch * self.layout.n * self.layout.d
 
     def _replayed_flops(self, layout: Layout, plan: Plan) -> int:
-        steps: list[list[str]] = [[] for _ in range(self.model.layers)]
+        """Of one step on all ranks: every micro-batch by the plan of its slot."""
+        total = 0
         for stage in range(layout.p):
             for chunk in range(layout.v):
-                for _, layers in self._replayed(layout, plan, stage, chunk):
-                    for place, names in layers.items():
-                        steps[place] += names
-        total = replayed_flops(self._shape, self._sequences, steps)
-        if self.model.loss_chunk and replay(self.made.head, plan.chunk(-1, -1).save_set("head")).flops:
-            total += logits_forward(self._shape, self._sequences)
+                slots = plan.slots(stage, chunk)
+                for slot, sequences in enumerate(self._sequences_by_slot(stage, chunk, len(slots))):
+                    layer = layer_forward(self._shape, sequences)
+                    for _, layers in self._replayed(layout, slots[slot], stage, chunk):
+                        total += sum(layer.of(name) for names in layers.values() for name in names)
+                    logits = self.model.loss_chunk and layout.is_last(stage, chunk)
+                    if logits and replay(self.made.head, slots[slot].save_set("head")).flops:
+                        total += logits_forward(self._shape, sequences)
         return total
+
+    def _sequences_by_slot(self, stage: int, chunk: int, slots: int) -> list[int]:
+        """Sequences of a step on all ranks, by the slot of their micro-batch."""
+        if slots == 1:
+            return [self._sequences]
+        counts = [0] * slots
+        for (_, own), slot in self.slots[stage].items():
+            if own == chunk:
+                counts[min(slot, slots - 1)] += 1
+        return [count * self.layout.micro_batch * self.layout.d for count in counts]
 
     # -- bytes over time ------------------------------------------------------------------------------------------
 
     def _timeline(
-        self, layout: Layout, plan: Plan, prediction: Prediction, work: list[list[_Work]], transfer: float
+        self, layout: Layout, plan: Plan, prediction: Prediction, work: Works, transfer: float
     ) -> Timeline:
         walks = [_Recorded(self.made, layout, plan, stage) for stage in range(layout.p)]
         for walk, actions in zip(walks, self.lists, strict=True):
@@ -182,7 +220,7 @@ class Evaluator:
 
         def cost(stage: int, action: Action) -> Cost:
             before, peak, after = walks[stage].marks[action]
-            return Cost(_seconds(work[stage][action.chunk], action), after - before, peak - before)
+            return Cost(_seconds(self._of(work, stage, action), action), after - before, peak - before)
 
         held = [sum(row.terms.get(name, 0) for name in FIXED) for row in prediction.stages]
         return self.order.run(cost, transfer, held, self.made.boundary_bytes)
@@ -202,6 +240,10 @@ class _Work:
     weights: float
     replay: float
     split: bool  # weight gradients are actions of their own
+
+
+Works = Sequence[Sequence[Sequence[_Work]]]
+"""By [stage][chunk][slot]."""
 
 
 def _seconds(work: _Work, action: Action, replays: bool = True) -> float:

@@ -12,6 +12,7 @@ from megackpt.plan.decision import Plan
 from megackpt.plan.flops import utilisation
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.predict import STATE, Prediction
+from megackpt.plan.schedule import Action
 from megackpt.plan.simulate import Timeline
 
 FIXED = (*STATE, "communicators", "context", "margin")
@@ -23,7 +24,7 @@ class StageSeconds:
 
     forward: float
     backward: float  # without what is replayed for it
-    replay: float
+    replay: float  # the mean, where micro-batches differ
 
     @property
     def total(self) -> float:
@@ -47,7 +48,7 @@ class Evaluation:
     simulated: Callable[[], Timeline]
     pipeline_seconds: float
     stages: tuple[StageSeconds, ...]
-    replay_seconds: tuple[tuple[float, ...], ...]  # of one backward, by [stage][chunk]
+    replay_of: Callable[[int, Action], float]  # (stage, action) -> its seconds of replay
     bare_seconds: float  # of the pipeline, were nothing replayed
     reduction_seconds: float  # data-parallel gradients (and weights, where the optimizer is sharded)
     optimizer_seconds: float

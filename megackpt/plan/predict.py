@@ -13,12 +13,14 @@ from typing import Any
 
 from megackpt.plan.accelerators import Machine
 from megackpt.plan.chunk import ChunkModel
-from megackpt.plan.decision import Plan
+from megackpt.plan.decision import ChunkPlan, Plan
 from megackpt.plan.kept import kept_bytes
+from megackpt.plan.live import Span
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.parameters import stage_parameters, state_bytes
 from megackpt.plan.profile import Profile, profile
 from megackpt.plan.schedule import Action, destination, schedule_lists, source
+from megackpt.plan.slots import slots_of
 
 STATE = ("weights", "gradients", "masters", "moments")
 
@@ -39,13 +41,18 @@ class StagePrediction:
     peak_action: str
     peak_step: str
     in_flight: int  # (micro-batch, chunk) pairs held then
-    kept_by_chunk: tuple[int, ...]  # of one micro-batch
+    kept_by_slot: tuple[tuple[int, ...], ...]  # of one micro-batch, by [chunk][slot]
     kept_peak_bytes: int  # most that all open tapes hold together
     parameters: int
 
     @property
     def total_bytes(self) -> int:
         return sum(self.terms.values())
+
+    @property
+    def kept_by_chunk(self) -> tuple[int, ...]:
+        """Of the micro-batch that keeps most."""
+        return tuple(map(max, self.kept_by_slot))
 
     @property
     def state_bytes(self) -> int:
@@ -59,6 +66,7 @@ class StagePrediction:
             "activation_bytes": self.activation_bytes,
             "peak": {"action": self.peak_action, "step": self.peak_step, "in_flight": self.in_flight},
             "kept_bytes_by_chunk": list(self.kept_by_chunk),
+            "kept_bytes_by_slot": [list(slots) for slots in self.kept_by_slot],
             "kept_peak_bytes": self.kept_peak_bytes,
             "parameters": self.parameters,
         }
@@ -110,25 +118,19 @@ def predict(
     for stage in range(layout.p):
         walk = StageWalk(made, layout, plan, stage, watched=watched)
         walk.run(lists[stage])
-        stages.append(_stage(model, layout, plan, machine, made, walk))
+        stages.append(_stage(model, layout, machine, walk))
     return Prediction(tuple(stages), plan.name, None if machine is None else machine.memory_bytes)
 
 
-def _stage(
-    model: ModelNumbers, layout: Layout, plan: Plan, machine: Machine | None, made: Profile, walk: StageWalk
-) -> StagePrediction:
+def _stage(model: ModelNumbers, layout: Layout, machine: Machine | None, walk: StageWalk) -> StagePrediction:
     count = stage_parameters(model, layout, walk.stage).total
     state = state_bytes(count, layout)
     peak = walk.peak
-    ends = sum(
-        _ends_kept(made, plan, layout, walk.stage, chunk) * number for chunk, number in enumerate(peak.in_flight)
-    )
-    kept = sum(c.kept() * number for c, number in zip(walk.chunks, peak.in_flight, strict=True))
     terms = {name: getattr(state, name) for name in STATE} | {
-        "activations": kept - ends,
-        "ends": ends,
+        "activations": peak.kept - peak.ends,
+        "ends": peak.ends,
         "messages": peak.messages,
-        "transient": peak.live - kept - peak.messages,
+        "transient": peak.live - peak.kept - peak.messages,
     }
     if machine is not None:
         groups = sum(size > 1 for size in (layout.t, layout.d * layout.c)) + 2 * (layout.p > 1)
@@ -141,15 +143,16 @@ def _stage(
         activation_bytes=peak.live,
         peak_action=str(peak.action),
         peak_step=peak.at,
-        in_flight=sum(peak.in_flight),
-        kept_by_chunk=tuple(c.kept() for c in walk.chunks),
+        in_flight=peak.in_flight,
+        kept_by_slot=walk.kept,
         kept_peak_bytes=walk.kept_peak,
         parameters=count,
     )
 
 
-def _ends_kept(made: Profile, plan: Plan, layout: Layout, stage: int, chunk: int) -> int:
-    sets, total = plan.chunk(stage, chunk), 0
+def ends_kept(made: Profile, layout: Layout, stage: int, chunk: int, sets: ChunkPlan) -> int:
+    """What the embedding and the head keep of one micro-batch on the piece that owns them."""
+    total = 0
     if layout.is_first(stage, chunk):
         total += kept_bytes(made.embedding, sets.save_set("embedding"))
     if layout.is_last(stage, chunk):
@@ -166,36 +169,58 @@ class Moment:
 
     live: int = 0
     messages: int = 0
+    kept: int = 0  # by open tapes, ends included
+    ends: int = 0
+    in_flight: int = 0
     action: Action = field(default_factory=lambda: Action("F", 0))
     at: str = ""
-    in_flight: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One chunk under the plan of one slot."""
+
+    forward: Span
+    backward: Span
+    kept: int
+    ends: int
 
 
 class StageWalk:
     """A stage's actions in order with the executor's rules: one message posted ahead per direction, a sent tensor
-    alive until the next action begins, a received gradient alive until its backward has ended."""
+    alive until the next action begins, a received gradient alive until its backward has ended.  Which slot's plan a
+    micro-batch has, `plan.slots` says."""
 
     def __init__(self, made: Profile, layout: Layout, plan: Plan, stage: int, *, watched: bool = False) -> None:
         self.layout, self.stage = layout, stage
         self.message = made.boundary_bytes
-        self.chunks = [
-            ChunkModel(
-                made, plan.chunk(stage, chunk), layers, layout.is_first(stage, chunk), layout.is_last(stage, chunk),
-                layout.t, watched,
-            )
-            for chunk, layers in enumerate(layout.pieces[stage])
-        ]  # fmt: skip
-        self.spans = {"F": [c.forward() for c in self.chunks], "B": [c.backward() for c in self.chunks]}
-        self.flights = [0] * layout.v
+        self._first = [layout.is_first(stage, chunk) for chunk in range(layout.v)]
+        self._last = [layout.is_last(stage, chunk) for chunk in range(layout.v)]
+        self._slots = [
+            [self._slot(made, chunk, sets, watched) for sets in plan.slots(stage, chunk)] for chunk in range(layout.v)
+        ]
+        self._taken: Mapping[tuple[int, int], int] = {}
         self.live = 0  # activations of open tapes
+        self.kept_now = self.ends_now = self.in_flight = 0
         self.sent = 0
         self.posted = {"F": 0, "B": 0}
         self.peak = Moment()
         self.kept_peak = 0
-        self._kept = [chunk.kept() for chunk in self.chunks]
+
+    def _slot(self, made: Profile, chunk: int, sets: ChunkPlan, watched: bool) -> _Slot:
+        layers = self.layout.pieces[self.stage][chunk]
+        model = ChunkModel(made, sets, layers, self._first[chunk], self._last[chunk], self.layout.t, watched)
+        ends = ends_kept(made, self.layout, self.stage, chunk, sets)
+        return _Slot(model.forward(), model.backward(), model.kept(), ends)
+
+    @property
+    def kept(self) -> tuple[tuple[int, ...], ...]:
+        """Bytes of one micro-batch by [chunk][slot]."""
+        return tuple(tuple(slot.kept for slot in slots) for slots in self._slots)
 
     def run(self, actions: Sequence[Action]) -> None:
         """Raises ValueError for a list that ends with anything held."""
+        self._taken = slots_of(actions)
         coming = {kind: sum(a.kind == kind and self._receives(a) for a in actions) for kind in ("F", "B")}
         self.posted = {kind: self.message if count else 0 for kind, count in coming.items()}
         split = any(action.kind == "W" for action in actions)
@@ -206,44 +231,52 @@ class StageWalk:
                 self._note(action, "receive", self.message)
             self.sent = 0
             getattr(self, {"F": "_forward", "B": "_backward", "W": "_weight"}[action.kind])(action, split)
-        if any(self.flights):
-            raise ValueError(f"stage {self.stage} ends with {sum(self.flights)} forwards that no backward has freed")
+        if self.in_flight:
+            raise ValueError(f"stage {self.stage} ends with {self.in_flight} forwards that no backward has freed")
+
+    def _of(self, action: Action) -> _Slot:
+        slots = self._slots[action.chunk]
+        return slots[min(self._taken[action.micro_batch, action.chunk], len(slots) - 1)]
+
+    def _hold(self, slot: _Slot, sign: int) -> None:
+        self.in_flight += sign
+        self.kept_now += sign * slot.kept
+        self.ends_now += sign * slot.ends
 
     def _forward(self, action: Action, split: bool) -> None:
-        span, chunk = self.spans["F"][action.chunk], self.chunks[action.chunk]
-        self.flights[action.chunk] += 1
-        kept = sum(count * size for count, size in zip(self.flights, self._kept, strict=True))
-        self.kept_peak = max(self.kept_peak, kept)
-        self._note(action, span.at, span.peak)
-        self.live += span.change
-        if not chunk.last:
+        slot = self._of(action)
+        self._hold(slot, 1)
+        self.kept_peak = max(self.kept_peak, self.kept_now)
+        self._note(action, slot.forward.at, slot.forward.peak)
+        self.live += slot.forward.change
+        if not self._last[action.chunk]:
             self.live -= self.message
             self.sent = self.message if self._sends(action) else 0
 
     def _backward(self, action: Action, split: bool) -> None:
-        span, chunk = self.spans["B"][action.chunk], self.chunks[action.chunk]
-        received = 0 if chunk.last else self.message
-        self._note(action, span.at, received + span.peak)
-        returned = 0 if chunk.first else self.message
+        slot = self._of(action)
+        received = 0 if self._last[action.chunk] else self.message
+        self._note(action, slot.backward.at, received + slot.backward.peak)
+        returned = 0 if self._first[action.chunk] else self.message
         if split:  # a split backward keeps what it kept until its weight half
             return
-        self.live += span.change - returned
+        self.live += slot.backward.change - returned
         self.sent = returned if self._sends(action) else 0
-        self.flights[action.chunk] -= 1
+        self._hold(slot, -1)
 
     def _weight(self, action: Action, split: bool) -> None:
-        span, chunk = self.spans["B"][action.chunk], self.chunks[action.chunk]
-        self.live += span.change - (0 if chunk.first else self.message)
-        self.flights[action.chunk] -= 1
+        slot = self._of(action)
+        self.live += slot.backward.change - (0 if self._first[action.chunk] else self.message)
+        self._hold(slot, -1)
 
     def _note(self, action: Action, at: str, extra: int) -> None:
         messages = self.sent + sum(self.posted.values())
-        if self.live + extra + messages > self.peak.live:
-            self.peak = Moment(self.live + extra + messages, messages, action, at, tuple(self.flights))
+        live = self.live + extra + messages
+        if live > self.peak.live:
+            self.peak = Moment(live, messages, self.kept_now, self.ends_now, self.in_flight, action, at)
 
     def _receives(self, action: Action) -> bool:
         return self.layout.p > 1 and source(action, self.stage, self.layout.p, self.layout.v) is not None
 
     def _sends(self, action: Action) -> bool:
         return self.layout.p > 1 and destination(action, self.stage, self.layout.p, self.layout.v) is not None
-

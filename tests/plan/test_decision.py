@@ -33,6 +33,20 @@ def test_importing_the_room_needs_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_slots_of_a_chunk() -> None:
+    rich, lean = ChunkPlan({"layers.0": SaveSet()}), ChunkPlan({"layers.0": SaveSet({}, REPLAY_ALL)})
+    other = ChunkPlan({"layers.1": SaveSet()})
+    plan = Plan.of_slots([[(rich, rich, lean)], [(other,)]], "slots")
+    assert [plan.chunk(0, 0, slot) for slot in range(4)] == [rich, rich, lean, lean]
+    assert plan.chunk(1) == plan.chunk(1, 0, 3) == other and plan.stages == ((rich,), (other,))
+    again = Plan.from_json(json.loads(plan.dumps()))
+    assert again == plan and again.slots(0) == (rich, rich, lean)
+    alike = Plan.of_slots([[(rich,)], [(other,)]], "slots")
+    assert alike == Plan(((rich,), (other,)), "slots") and alike.digest() != plan.digest()
+    with pytest.raises(ValueError, match="other stages and chunks"):
+        Plan(((rich,), (other,)), "", (((lean,),),))
+
+
 def test_values_are_frozen_and_equal_by_content() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         REPLAY_ALL.output = "keep"  # type: ignore[misc]
@@ -98,7 +112,7 @@ def test_equal_save_sets_are_written_once() -> None:
     data = plan_for([[range(50)]], Policy("selective")).to_json()
     assert len(data["sets"]) == 2  # type: ignore[arg-type]  # ends and layers
     (stage,) = data["stages"]  # type: ignore[misc]
-    assert len(stage[0]["save_sets"]) == 52
+    assert len(stage[0][0]["save_sets"]) == 52
 
 
 def test_digest_sees_every_difference() -> None:
@@ -120,6 +134,6 @@ def test_digest_sees_every_difference() -> None:
 
 
 def test_another_version_is_refused() -> None:
-    data = PLAN.to_json() | {"version": 2}
-    with pytest.raises(ValueError, match="plan version 2; this code reads version 1"):
+    data = PLAN.to_json() | {"version": 1}
+    with pytest.raises(ValueError, match="plan version 1; this code reads version 2"):
         Plan.from_json(data)

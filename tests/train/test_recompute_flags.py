@@ -91,7 +91,7 @@ def test_a_stored_plan_for_another_model_is_refused(tmp_path: Path) -> None:
     assert said == f"--recompute-plan {path}: stage 0 has layers [0, 1, 2] there and [0, 1] here"
     path.write_text(json.dumps({"version": 7}))
     (said,) = run_distributed(_refused, 1, SMALL_GPT | {"recompute-plan": str(path)}, Layout())
-    assert said == f"--recompute-plan {path}: not a plan of this version (plan version 7; this code reads version 1)"
+    assert said == f"--recompute-plan {path}: not a plan of this version (plan version 7; this code reads version 2)"
     path.write_text(_one_plan(2).dumps().replace("mlp.act", "mlp.actt"))
     (said,) = run_distributed(_refused, 1, SMALL_GPT | {"recompute-plan": str(path)}, Layout())
     assert said == f"--recompute-plan {path}: layers.1 has no step named mlp.actt"

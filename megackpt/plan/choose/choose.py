@@ -64,17 +64,9 @@ class Choice:
         """Step time over the baseline, less one."""
         return self.step_seconds / self.baseline_seconds - 1
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
-        """The plan of the first slot; `slot_plans` has all."""
-        return self.slot_plans()[0]
-
-    def slot_plans(self) -> tuple[Plan, ...]:
-        """A plan per slot; a stage with fewer slots repeats its own."""
-        count = max(len(pick.slots) for pick in self.picks)
-        return tuple(
-            plan_of(self.counts, [p.slots[slot % len(p.slots)] for p in self.picks], self.name) for slot in range(count)
-        )
+        return plan_of(self.counts, self.picks, self.name)
 
 
 def choose(problem: Problem, options: Options = DEFAULTS, items: Sequence[Item] | Table | None = None) -> Choice:
@@ -181,16 +173,16 @@ def _total(pick: Pick) -> int:
     return sum(map(sum, pick.replay_ps))
 
 
-def plan_of(counts: Counts, stages: Sequence[Sequence[Sequence[Item]]], name: str) -> Plan:
-    """The plan for items by [stage][chunk]; layers are numbered through the model."""
+def plan_of(counts: Counts, picks: Sequence[Pick], name: str) -> Plan:
+    """The plan for one pick per stage; layers are numbered through the model."""
     first = 0
-    made: dict[tuple[int, int], ChunkPlan] = {}
+    made: list[list[tuple[ChunkPlan, ...]]] = [[] for _ in counts]
     for chunk in range(len(counts[0])):
         for stage, layers in enumerate(counts):
-            made[stage, chunk] = _chunk_plan(range(first, first + layers[chunk]), stages[stage][chunk])
-            first += layers[chunk]
-    chunks = range(len(counts[0]))
-    return Plan(tuple(tuple(made[stage, chunk] for chunk in chunks) for stage in range(len(counts))), name)
+            own = range(first, first + layers[chunk])
+            made[stage].append(tuple(_chunk_plan(own, slot[chunk]) for slot in picks[stage].slots))
+            first = own.stop
+    return Plan.of_slots(made, name)
 
 
 def _chunk_plan(layers: range, items: Sequence[Item]) -> ChunkPlan:

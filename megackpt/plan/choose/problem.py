@@ -6,7 +6,7 @@ from the budget first; the rest of a stage is for activations: its *room*.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -17,6 +17,7 @@ from megackpt.plan.choose.pareto import Item
 from megackpt.plan.choose.prices import PICO, LayerPricing
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.simulate import Cost, Order, Timeline
+from megackpt.plan.slots import slots_of
 from megackpt.plan.split import split_layers
 
 Counts = tuple[tuple[int, ...], ...]
@@ -46,13 +47,10 @@ class End:
 class Pick:
     """The choice for one stage.
 
-    ``slots``: mixtures by [slot][chunk]; micro-batch m has slot m mod their number (usually one, for all).
+    ``slots``: mixtures by [slot][chunk]; slots beyond the last have its mixtures (usually there is one, for all).
     """
 
     slots: tuple[tuple[tuple[Item, ...], ...], ...]
-
-    def mixture(self, micro_batch: int, chunk: int) -> tuple[Item, ...]:
-        return self.slots[micro_batch % len(self.slots)][chunk]
 
     @property
     def transient_bytes(self) -> int:
@@ -118,6 +116,14 @@ class Problem:
         """By stage: the micro-batches in flight per chunk at every moment that counts."""
         return tuple(rows_of(actions, self.chunks) for actions in self.order.lists)
 
+    def slot(self, stage: int, action: Action, slots: int) -> int:
+        """Of ``slots`` that differ the one that the action's micro-batch takes."""
+        return 0 if slots == 1 else min(self._taken[stage][action.micro_batch, action.chunk], slots - 1)
+
+    @cached_property
+    def _taken(self) -> tuple[Mapping[tuple[int, int], int], ...]:
+        return tuple(slots_of(actions) for actions in self.order.lists)
+
     @cached_property
     def split_backward(self) -> bool:
         return any(action.kind == "W" for action in self.order.lists[0])
@@ -174,7 +180,7 @@ class Problem:
                 for kind in "FBW" for chunk in range(self.chunks) for slot in range(len(replay))
             }  # fmt: skip
             count = len(replay)
-            result += [seconds[a.kind, a.chunk, a.micro_batch % count] for a in actions]
+            result += [seconds[a.kind, a.chunk, self.slot(stage, a, count)] for a in actions]
         return result
 
     def step_seconds(self, counts: Counts, picks: Sequence[Pick] | None) -> float:
@@ -187,7 +193,8 @@ class Problem:
         leaves = "W" if self.split_backward else "B"
 
         def cost(stage: int, action: Action) -> Cost:
-            mixture, ends = picks[stage].mixture(action.micro_batch, action.chunk), self.ends(stage, action.chunk)
+            slots, ends = picks[stage].slots, self.ends(stage, action.chunk)
+            mixture = slots[self.slot(stage, action, len(slots))][action.chunk]
             kept = self.piece_bytes + sum(i.kept_bytes for i in mixture) + sum(e.kept_bytes for e in ends)
             if action.kind == "F":
                 extra = max([self.pricing.forward_transient_bytes(), *(e.transient_bytes for e in ends)])

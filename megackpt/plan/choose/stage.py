@@ -52,7 +52,7 @@ def with_slots(problem: Problem, table: Table, stage: int, layers: int) -> Pick 
         if found is not None and (best is None or found[0] < best[0]):
             total, lean, rich, count = found
             mixtures = [tuple(fronts.mixture(layers, place)) for place in (rich, lean)]
-            slots = [mixtures[0]] * count + [mixtures[1]] * (in_flight - count)
+            slots = [mixtures[0]] * count + [mixtures[1]] * (count < in_flight)
             best = (total, Pick(tuple((mixture,) for mixture in slots)))
     return best[1] if best else None
 

@@ -160,9 +160,11 @@ def test_slots_use_what_one_mixture_leaves() -> None:
     plain, slotted = choose(problem), choose(problem, Options(slots=True))
     assert slotted.step_seconds < plain.step_seconds
     assert max(slotted.timeline.peak_bytes) <= 200
-    plans = slotted.slot_plans()
-    assert len(plans) == max(len(pick.slots) for pick in slotted.picks) > 1
-    assert plans[0] == slotted.plan != plans[-1]
+    plan, counts = slotted.plan, [len(pick.slots) for pick in slotted.picks]
+    assert [len(plan.slots(stage)) for stage in range(3)] == counts and max(counts) > 1
+    stage = counts.index(max(counts))
+    assert plan.chunk(stage, 0, 0) != plan.chunk(stage, 0, 1) == plan.chunk(stage, 0, 99)
+    assert Plan.from_json(plan.to_json()) == plan
 
 
 def test_offload_only_when_asked_for() -> None:
