@@ -7,25 +7,33 @@ from dataclasses import dataclass
 from megackpt.config.checks import above_zero, at_least, one_of, within
 from megackpt.config.errors import UsageError
 
-OPTIMIZERS = ("adam",)
-DECAY_STYLES = ("cosine", "linear", "constant")
+OPTIMIZERS = ("adam", "sgd")
+DECAY_STYLES = ("cosine", "linear", "constant", "inverse-square-root", "WSD")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """AdamW.  Schedule lengths are iterations or samples, as training itself is counted."""
+    """AdamW, Adam or SGD.  Schedule lengths are iterations or samples, as training itself is counted."""
 
     lr: float
     """Learning rate after warm-up."""
     min_lr: float = 0.0
     optimizer: str = "adam"
     weight_decay: float = 0.01
-    """Decoupled; biases and norm weights are exempt."""
+    """Biases and norm weights are exempt."""
+    decoupled_weight_decay: bool = True
+    """Adam's decay shrinks the weight (AdamW) rather than being added to the gradient.  SGD's is added."""
+    sgd_momentum: float = 0.9
     adam_beta1: float = 0.9
     adam_beta2: float = 0.999
     adam_eps: float = 1e-8
     clip_grad: float = 1.0
     """Largest global gradient norm; 0 = no clipping."""
+    decoupled_lr: float | None = None
+    """Learning rate of the word embedding and the output layer; None = lr."""
+    decoupled_min_lr: float | None = None
+    """Its min_lr; None = 0 (Megatron's default) where decoupled_lr is given."""
     lr_decay_style: str = "linear"
     lr_decay_iters: int | None = None
     """Iterations until min_lr, warm-up included; None = train_iters."""
@@ -37,6 +45,11 @@ class OptimizerConfig:
     """Share of the decay length that is warm-up."""
     lr_warmup_init: float = 0.0
     """Learning rate at the start of warm-up."""
+    lr_wsd_decay_style: str = "exponential"
+    lr_wsd_decay_iters: int | None = None
+    """Iterations of the decay that ends a WSD schedule (warm-up, stable, decay)."""
+    lr_wsd_decay_samples: int | None = None
+    """The same in samples."""
     use_checkpoint_schedule: bool = False
     """On load, the schedule of the checkpoint wins over these values."""
     override_schedule: bool = False
@@ -50,15 +63,55 @@ class OptimizerConfig:
         if self.min_lr > self.lr:
             raise UsageError(f"--min-lr {self.min_lr} is above --lr {self.lr}. Nearest valid: --min-lr {self.lr}.")
         at_least("--weight-decay", self.weight_decay, 0)
+        within("--sgd-momentum", self.sgd_momentum, 0.0, 1.0)
         within("--adam-beta1", self.adam_beta1, 0.0, 1.0)
         within("--adam-beta2", self.adam_beta2, 0.0, 1.0)
         above_zero("--adam-eps", self.adam_eps)
         at_least("--clip-grad", self.clip_grad, 0)
+        self._check_decoupled()
         self._check_schedule()
+        self._check_wsd()
         if self.use_checkpoint_schedule and self.override_schedule:
             raise UsageError(
                 "--use-checkpoint-opt_param-scheduler and --override-opt_param-scheduler contradict each other:"
                 " either the checkpoint's schedule wins or the flags do."
+            )
+
+    def _check_decoupled(self) -> None:
+        at_least("--decoupled-lr", self.decoupled_lr, 0)
+        at_least("--decoupled-min-lr", self.decoupled_min_lr, 0)
+        if self.decoupled_min_lr is None:
+            return
+        if self.decoupled_lr is None:
+            raise UsageError(
+                f"--decoupled-min-lr {self.decoupled_min_lr} has no effect without --decoupled-lr: add it, or leave"
+                " --decoupled-min-lr out."
+            )
+        if self.decoupled_min_lr > self.decoupled_lr:
+            raise UsageError(
+                f"--decoupled-min-lr {self.decoupled_min_lr} is above --decoupled-lr {self.decoupled_lr}. Nearest"
+                f" valid: --decoupled-min-lr {self.decoupled_lr}."
+            )
+
+    def _check_wsd(self) -> None:
+        one_of("--lr-wsd-decay-style", self.lr_wsd_decay_style, WSD_STYLES)
+        at_least("--lr-wsd-decay-iters", self.lr_wsd_decay_iters, 0)
+        at_least("--lr-wsd-decay-samples", self.lr_wsd_decay_samples, 0)
+        lengths = {
+            "--lr-wsd-decay-iters": self.lr_wsd_decay_iters,
+            "--lr-wsd-decay-samples": self.lr_wsd_decay_samples,
+        }
+        given = {flag: value for flag, value in lengths.items() if value is not None}
+        if self.lr_decay_style == "WSD" and not given:
+            raise UsageError(
+                "--lr-decay-style WSD needs the length of its last phase: --lr-wsd-decay-iters (with --train-iters) or"
+                " --lr-wsd-decay-samples (with --train-samples)."
+            )
+        if self.lr_decay_style != "WSD" and given:
+            flag, value = next(iter(given.items()))
+            raise UsageError(
+                f"{flag} {value} has no effect with --lr-decay-style {self.lr_decay_style}: use --lr-decay-style WSD,"
+                f" or leave {flag} out."
             )
 
     def _check_schedule(self) -> None:

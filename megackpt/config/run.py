@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -111,8 +112,8 @@ class RunConfig:
         unit, wrong = ("samples", "iters") if self.train.by_samples else ("iters", "samples")
         length: int = getattr(self.train, f"train_{unit}")
         schedule = self.optimizer
-        for what in ("decay", "warmup"):
-            given = getattr(schedule, f"lr_{what}_{wrong}")
+        for what in ("decay", "warmup", "wsd-decay"):
+            given = getattr(schedule, f"lr_{what.replace('-', '_')}_{wrong}")
             if given:
                 raise UsageError(
                     f"--lr-{what}-{wrong} {given} contradicts --train-{unit} {length}: the schedule is counted as"
@@ -131,6 +132,16 @@ class RunConfig:
             raise UsageError(
                 f"--lr-warmup-{unit} {warmup} must be less than the decay length, {flag} {decay}."
                 f" Nearest valid: --lr-warmup-{unit} {decay - 1}."
+            )
+        last: int = getattr(schedule, f"lr_wsd_decay_{unit}") or 0
+        flag = f"--lr-warmup-{unit} {warmup}"
+        if schedule.lr_warmup_fraction is not None:
+            warmup = math.ceil(schedule.lr_warmup_fraction * decay)
+            flag = f"--lr-warmup-fraction {schedule.lr_warmup_fraction} (of {decay})"
+        if last + warmup > decay:
+            raise UsageError(
+                f"--lr-wsd-decay-{unit} {last} and {flag} overlap: together they are longer than the decay length"
+                f" {decay}. Nearest valid: --lr-wsd-decay-{unit} {decay - warmup}."
             )
 
 

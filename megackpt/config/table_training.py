@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megackpt.config.flag import Flag, accept, later, works
-from megackpt.config.optimizer import DECAY_STYLES, OPTIMIZERS
+from megackpt.config.optimizer import DECAY_STYLES, OPTIMIZERS, WSD_STYLES
 from megackpt.config.precision import PARAMS_DTYPES
 
 TRAINING = "Batch, optimizer, schedule"
@@ -45,8 +45,34 @@ ROWS: tuple[Flag, ...] = (
         TRAINING,
         "text",
         "optimizer.lr_decay_style",
-        "Shape of the decay.",
+        "Shape of the decay. WSD: warm-up, stable, and a last phase of --lr-wsd-decay-iters or -samples.",
         choices=DECAY_STYLES,
+    ),
+    works(
+        "--lr-wsd-decay-style",
+        TRAINING,
+        "text",
+        "optimizer.lr_wsd_decay_style",
+        "Shape of the last phase of WSD.",
+        choices=WSD_STYLES,
+    ),
+    works(
+        "--lr-wsd-decay-iters",
+        TRAINING,
+        "int",
+        "optimizer.lr_wsd_decay_iters",
+        "Iterations of the last phase of WSD, which ends where the decay ends.",
+        minimum=0,
+        default="none",
+    ),
+    works(
+        "--lr-wsd-decay-samples",
+        TRAINING,
+        "int",
+        "optimizer.lr_wsd_decay_samples",
+        "The same in samples.",
+        minimum=0,
+        default="none",
     ),
     works(
         "--lr-decay-iters",
@@ -96,13 +122,45 @@ ROWS: tuple[Flag, ...] = (
         "optimizer.lr_warmup_init",
         "Learning rate at the start of warm-up.",
     ),
-    works("--optimizer", TRAINING, "text", "optimizer.optimizer", "AdamW.", choices=OPTIMIZERS),
+    works(
+        "--decoupled-lr",
+        TRAINING,
+        "float",
+        "optimizer.decoupled_lr",
+        "Learning rate of the word embedding and the output layer, on the same schedule.",
+        default="--lr",
+    ),
+    works(
+        "--decoupled-min-lr",
+        TRAINING,
+        "float",
+        "optimizer.decoupled_min_lr",
+        "Where the decay of --decoupled-lr ends.",
+        default="0",
+    ),
+    works(
+        "--optimizer",
+        TRAINING,
+        "text",
+        "optimizer.optimizer",
+        "adam is AdamW (see --no-decoupled-weight-decay); torch's fused kernels are used.",
+        choices=OPTIMIZERS,
+    ),
+    works(
+        "--no-decoupled-weight-decay",
+        TRAINING,
+        "switch",
+        "optimizer.decoupled_weight_decay",
+        "adam adds its weight decay to the gradient, instead of shrinking the weight (AdamW).",
+        const=False,
+    ),
+    works("--sgd-momentum", TRAINING, "float", "optimizer.sgd_momentum", "Momentum of sgd; 0 = none."),
     works(
         "--weight-decay",
         TRAINING,
         "float",
         "optimizer.weight_decay",
-        "Decoupled weight decay; biases and norm weights are exempt.",
+        "Weight decay; biases and norm weights are exempt.",
     ),
     works("--adam-beta1", TRAINING, "float", "optimizer.adam_beta1", "Decay of the first moment."),
     works("--adam-beta2", TRAINING, "float", "optimizer.adam_beta2", "Decay of the second moment."),
@@ -201,5 +259,4 @@ ROWS: tuple[Flag, ...] = (
     later("--no-check-for-nan-in-loss-and-grad", TRAINING, "switch"),
     later("--use-precision-aware-optimizer", TRAINING, "switch"),
     later("--optimizer-cpu-offload", TRAINING, "switch"),
-    later("--decoupled-lr", TRAINING, "float", "use one --lr."),
 )

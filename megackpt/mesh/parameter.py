@@ -46,6 +46,11 @@ class ParameterRecord:
                 f"{self.name or 'parameter'}: {self.valid_rows} valid rows in {self.global_shape}"
             )
 
+    @property
+    def of_vocabulary(self) -> bool:
+        """A row per token id: the word embedding or the output layer, which --decoupled-lr is about."""
+        return self.valid_rows is not None
+
     def local_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of one shard. Raises ValueError if the sharded dimension does not divide by `tp_size`."""
         if self.shard_dim is None:

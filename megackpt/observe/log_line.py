@@ -40,6 +40,8 @@ def iteration_line(record: IterationRecord, now: datetime, log_throughput: bool 
     if log_throughput and record.tflops_per_device is not None:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {_rate(record.tflops_per_device)}")
     fields.append(f"learning rate: {record.learning_rate:.6E}")
+    if record.decoupled_learning_rate is not None:
+        fields.append(f"decoupled learning rate: {record.decoupled_learning_rate:.6E}")
     fields.append(f"global batch size: {record.global_batch_size:5d}")
     if record.lm_loss is not None:
         fields.append(f"lm loss: {record.lm_loss:.6E}")

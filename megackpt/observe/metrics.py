@@ -32,6 +32,7 @@ ALWAYS = (
 WHEN_KNOWN = (
     "saved_activation_bytes", "peak_activation_bytes", "global_batch_size", "loss_scale", "num_zeros",
     "params_norm", "skipped_iterations", "nan_iterations", "tflops_per_device", "mfu", "hfu", "replay_overhead",
+    "decoupled_learning_rate",
 )  # fmt: skip
 
 

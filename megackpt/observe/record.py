@@ -31,6 +31,8 @@ class IterationRecord:
     """Mean over the step's unmasked tokens; may be NaN."""
     grad_norm: float | None = None
     """Global norm before clipping."""
+    decoupled_learning_rate: float | None = None
+    """Of the word embedding and the output layer, where it is another."""
     loss_scale: float = 1.0
     num_zeros: int | None = None
     params_norm: float | None = None

@@ -23,9 +23,9 @@ from megackpt.mesh.parameter import ParameterRecord, records
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.model import GPTChunk, build_chunk, compile_steps
 from megackpt.observe.numbers import policy_of
-from megackpt.optim.adamw import MasterAdamW
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.lr_schedule import LearningRate
+from megackpt.optim.master import MasterOptimizer
 from megackpt.pipeline.stages import Piece, pieces
 from megackpt.plan import ChunkPlan, Plan, plan_for
 from megackpt.plan.decision import OFFLOAD_DISK, OFFLOAD_HOST, SHARD
@@ -54,7 +54,7 @@ class Trainer:
     tiers: dict[str, Tier]
     account: KeptBytes
     buffer: GradientBuffer
-    optimizer: MasterAdamW
+    optimizer: MasterOptimizer
     learning_rate: LearningRate
     datasets: Datasets
     vocab: int
@@ -101,7 +101,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         tiers=build_tiers(plan.chunk(mesh.pp.index), tp),
         account=KeptBytes(),
         buffer=buffer,
-        optimizer=MasterAdamW(buffer, config.optimizer),
+        optimizer=MasterOptimizer(buffer, config.optimizer),
         learning_rate=LearningRate.from_config(config.optimizer, config.train, config.batch),
         datasets=together(lambda: build_data(config, vocab, tokenizer)),
         vocab=vocab,

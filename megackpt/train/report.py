@@ -131,6 +131,7 @@ class Reporter:
             global_batch_size=trainer.config.batch.global_batch_size,
             iteration_time_s=seconds,
             learning_rate=outcome.learning_rate,
+            decoupled_learning_rate=outcome.decoupled_learning_rate,
             lm_loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros,

@@ -39,6 +39,7 @@ class StepOutcome:
     num_zeros: int | None
     params_norm: float | None
     learning_rate: float
+    decoupled_learning_rate: float | None
     skipped: bool
 
 
@@ -116,11 +117,11 @@ class Stepper:
         trainer, logging = self.trainer, self.trainer.config.logging
         statistics = gradient_statistics(trainer.buffer, trainer.mesh, count_zeros=logging.log_num_zeros_in_grad)
         total, tokens = totals
-        rate = trainer.learning_rate(consumed_samples)
+        rates = trainer.learning_rate(consumed_samples)
         healthy = statistics.finite and math.isfinite(total)
         if healthy:
             clip_(trainer.buffer, statistics.norm, trainer.config.optimizer.clip_grad)
-            trainer.optimizer.step(rate)
+            trainer.optimizer.step(rates.rate, rates.decoupled)
         norm = params_norm(trainer.optimizer.masters(), trainer.mesh) if logging.log_params_norm else None
         return StepOutcome(
             loss=total / tokens if tokens else 0.0,
@@ -128,7 +129,8 @@ class Stepper:
             grad_norm=statistics.norm,
             num_zeros=statistics.num_zeros,
             params_norm=norm,
-            learning_rate=rate,
+            learning_rate=rates.rate,
+            decoupled_learning_rate=rates.decoupled,
             skipped=not healthy,
         )
 

@@ -223,9 +223,14 @@ TABLE = [
     ("", "--lr-warmup-fraction 1", 1, "--lr-warmup-fraction must be in [0.0, 1.0); got 1.0."),
     ("", "--lr-warmup-init 0.1", 1, "--lr-warmup-init 0.1 is above --lr 0.001. Nearest valid: --lr-warmup-init 0.001."),
     ("", "--min-lr 0.1", 1, "--min-lr 0.1 is above --lr 0.001. Nearest valid: --min-lr 0.001."),
-    ("", "--lr-decay-style WSD", 1, "--lr-decay-style takes cosine, linear or constant; got 'WSD'."),
+    (
+        "",
+        "--lr-decay-style wave",
+        1,
+        "--lr-decay-style takes cosine, linear, constant, inverse-square-root or WSD; got 'wave'.",
+    ),
     ("", "--lr -1", 1, "--lr must be at least 0; got -1.0."),
-    ("", "--optimizer sgd", 1, "--optimizer takes adam; got 'sgd'."),
+    ("", "--optimizer lamb", 1, "--optimizer takes adam or sgd; got 'lamb'."),
     ("", "--adam-beta2 1", 1, "--adam-beta2 must be in [0.0, 1.0); got 1.0."),
     ("", "--adam-eps 0", 1, "--adam-eps must be above 0; got 0.0."),
     ("", "--clip-grad -1", 1, "--clip-grad must be at least 0; got -1.0."),
@@ -417,6 +422,55 @@ TABLE = [
     ),
     ("", "--zzz", 1, "unknown flag --zzz."),
     ("", "--no-preserve-rng-state", 1, "unknown flag --no-preserve-rng-state."),
+    # schedules and rates
+    (
+        "",
+        "--lr-decay-style WSD",
+        1,
+        "--lr-decay-style WSD needs the length of its last phase: --lr-wsd-decay-iters (with --train-iters) or"
+        " --lr-wsd-decay-samples (with --train-samples).",
+    ),
+    (
+        "",
+        "--lr-wsd-decay-iters 2",
+        1,
+        "--lr-wsd-decay-iters 2 has no effect with --lr-decay-style linear: use --lr-decay-style WSD, or leave"
+        " --lr-wsd-decay-iters out.",
+    ),
+    (
+        "",
+        "--lr-decay-style WSD --lr-wsd-decay-samples 16",
+        1,
+        "--lr-wsd-decay-samples 16 contradicts --train-iters 5: the schedule is counted as training is. Use"
+        " --lr-wsd-decay-iters.",
+    ),
+    (
+        "",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-warmup-iters 2",
+        1,
+        "--lr-wsd-decay-iters 4 and --lr-warmup-iters 2 overlap: together they are longer than the decay length 5."
+        " Nearest valid: --lr-wsd-decay-iters 3.",
+    ),
+    (
+        "",
+        "--lr-decay-style WSD --lr-wsd-decay-iters 4 --lr-warmup-fraction 0.3",
+        1,
+        "--lr-wsd-decay-iters 4 and --lr-warmup-fraction 0.3 (of 5) overlap: together they are longer than the decay"
+        " length 5. Nearest valid: --lr-wsd-decay-iters 3.",
+    ),
+    (
+        "",
+        "--decoupled-min-lr 1e-5",
+        1,
+        "--decoupled-min-lr 1e-05 has no effect without --decoupled-lr: add it, or leave --decoupled-min-lr out.",
+    ),
+    (
+        "",
+        "--decoupled-lr 1e-4 --decoupled-min-lr 1e-3",
+        1,
+        "--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001. Nearest valid: --decoupled-min-lr 0.0001.",
+    ),
+    ("", "--optimizer sgd --sgd-momentum 1.0", 1, "--sgd-momentum must be in [0.0, 1.0); got 1.0."),
 ]
 
 _AT_LEAST_ONE = """--num-layers --hidden-size --num-attention-heads --seq-length --micro-batch-size --global-batch-size

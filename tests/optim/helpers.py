@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -10,7 +12,7 @@ from megackpt.config.optimizer import OptimizerConfig
 from megackpt.mesh.layout import MeshShape
 from megackpt.mesh.parameter import ParameterRecord
 from megackpt.mesh.process_mesh import ProcessMesh, single_axis
-from megackpt.optim import GradientBuffer, MasterAdamW
+from megackpt.optim import GradientBuffer, MasterOptimizer
 
 BETAS = (0.9, 0.95)
 
@@ -36,9 +38,9 @@ def as_parameter(tensor: Tensor) -> Parameter:
     return tensor if isinstance(tensor, Parameter) else Parameter(tensor)
 
 
-def adamw(buffer: GradientBuffer, **fields: float) -> MasterAdamW:
-    settings = {"lr": 1.0, "weight_decay": 0.1, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1], **fields}
-    return MasterAdamW(buffer, OptimizerConfig(**settings))  # type: ignore[arg-type]
+def adamw(buffer: GradientBuffer, **fields: Any) -> MasterOptimizer:
+    settings: dict[str, Any] = {"lr": 1.0, "weight_decay": 0.1, "adam_beta1": BETAS[0], "adam_beta2": BETAS[1]}
+    return MasterOptimizer(buffer, OptimizerConfig(**(settings | fields)))
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:

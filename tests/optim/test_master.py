@@ -1,6 +1,10 @@
-"""AdamW against PyTorch's own, masters, decay groups, state."""
+"""AdamW, Adam and SGD against PyTorch's own, masters, decay groups, state."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -27,14 +31,26 @@ def values(buffer: GradientBuffer) -> dict[str, Tensor]:
     return {entry.record.name: entry.parameter.detach().clone() for entry in buffer.entries}
 
 
-def reference(dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
-    """The same run with torch's unfused AdamW."""
+KINDS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer], set[str]]] = {
+    "adamw": ({}, partial(torch.optim.AdamW, betas=BETAS, eps=1e-8), {"exp_avg", "exp_avg_sq"}),
+    "adam": (
+        {"decoupled_weight_decay": False},
+        partial(torch.optim.Adam, betas=BETAS, eps=1e-8),
+        {"exp_avg", "exp_avg_sq"},
+    ),
+    "sgd": ({"optimizer": "sgd"}, partial(torch.optim.SGD, momentum=0.9), {"momentum_buffer"}),
+    "plain sgd": ({"optimizer": "sgd", "sgd_momentum": 0.0}, torch.optim.SGD, set()),
+}
+
+
+def reference(dtype: torch.dtype, steps: int, kind: Callable[..., torch.optim.Optimizer]) -> dict[str, Tensor]:
+    """The same run with torch's unfused optimizer."""
     parameters = {name: Parameter(w) for name, w in weights(dtype).items()}
     groups = [
         {"params": [p for n, p in parameters.items() if n not in NO_DECAY], "weight_decay": 0.1},
         {"params": [p for n, p in parameters.items() if n in NO_DECAY], "weight_decay": 0.0},
     ]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=1e-8, foreach=False)
+    optimizer = kind(groups, lr=1.0, foreach=False)
     for step in range(steps):
         for i, (name, p) in enumerate(sorted(parameters.items())):
             p.grad = draw(*SHAPES[name], seed=100 * step + i, dtype=dtype)
@@ -44,17 +60,32 @@ def reference(dtype: torch.dtype, steps: int) -> dict[str, Tensor]:
     return {name: p.detach() for name, p in parameters.items()}
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-14)])
-def test_equals_torch_with_a_changing_rate_and_two_decay_groups(dtype: torch.dtype, tolerance: float) -> None:
+def test_equals_torch_with_a_changing_rate_and_two_decay_groups(
+    dtype: torch.dtype, tolerance: float, kind: str
+) -> None:
     buffer = buffer_of(weights(dtype), **NO_DECAY)
-    optimizer = adamw(buffer)
+    fields, oracle, state = KINDS[kind]
+    optimizer = adamw(buffer, **fields)
     for step in range(6):
         set_gradients(buffer, step)
         optimizer.step(1e-2 / (step + 1))
-    expected = reference(dtype, 6)
+    expected = reference(dtype, 6, oracle)
     for name, got in values(buffer).items():
         torch.testing.assert_close(got, expected[name], rtol=tolerance, atol=tolerance)
-    assert optimizer.step_count == 6
+    assert optimizer.step_count == 6 and set(optimizer.state_tensors()) == state
+
+
+def test_the_ends_follow_their_own_rate() -> None:
+    """--decoupled-lr: the tensors with rows of the vocabulary, whether they decay or not."""
+    ends: dict[str, dict[str, object]] = {"tail": {"valid_rows": 500}, "bias": {"decay": False, "valid_rows": 5}}
+    buffer = buffer_of(weights(torch.float64), **ends)
+    before = values(buffer)
+    buffer.flat.fill_(1.0)
+    adamw(buffer, optimizer="sgd", weight_decay=0.0).step(0.5, 0.25)
+    for name, after in values(buffer).items():
+        torch.testing.assert_close(after, before[name] - (0.25 if name in ends else 0.5), rtol=1e-14, atol=1e-14)
 
 
 def test_decay_alone_moves_only_the_decayed() -> None:
@@ -95,21 +126,23 @@ def test_weights_loaded_without_optimizer_state_survive_a_step_of_rate_zero(dtyp
     assert all(torch.equal(got, loaded[name]) for name, got in values(buffer).items())
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("in_place", [False, True])
-def test_restored_state_continues_bit_for_bit(dtype: torch.dtype, in_place: bool) -> None:
+def test_restored_state_continues_bit_for_bit(dtype: torch.dtype, in_place: bool, kind: str) -> None:
+    fields, _, kinds = KINDS[kind]
     first = buffer_of(weights(dtype), **NO_DECAY)
-    optimizer = adamw(first)
+    optimizer = adamw(first, **fields)
     for step in range(3):
         set_gradients(first, step)
         optimizer.step(1e-2)
     saved = {kind: {n: t.clone() for n, t in by.items()} for kind, by in optimizer.state_tensors().items()}
-    assert set(saved) == {"exp_avg", "exp_avg_sq"} | ({"master"} if dtype == torch.bfloat16 else set())
+    assert set(saved) == kinds | ({"master"} if dtype == torch.bfloat16 else set())
     assert all(set(by_name) == set(SHAPES) for by_name in saved.values())
 
     start = values(first) if dtype == torch.float32 else weights(dtype)  # bf16 weights come from the masters
     second = buffer_of(start, **NO_DECAY)
-    other = adamw(second)
+    other = adamw(second, **fields)
     if in_place:
         live = other.state_tensors()
         for kind, by_name in saved.items():
@@ -167,4 +200,4 @@ def test_autograd_still_notices_that_a_step_changed_a_weight_it_saved() -> None:
 def test_a_rank_without_parameters_can_step() -> None:
     optimizer = adamw(GradientBuffer())
     optimizer.step(0.1)
-    assert optimizer.step_count == 0 and not any(optimizer.state_tensors().values())
+    assert optimizer.step_count == 1 and not any(optimizer.state_tensors().values())
