@@ -34,8 +34,8 @@ FIT_TO_PLAN: Layer = {"lr": 1.0, "train-iters": 1, "mock-data": True}
 # Flags that the planner reads itself, whether this version's trainer runs them or not.
 DISTRIBUTED, CONTEXT = "use-distributed-optimizer", "context-parallel-size"
 CHUNK_LAYERS, CHUNKS = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
-HALF, TOKENIZER, MERGES, PADDED = "fp16", "tokenizer-type", "merge-file", "padded-vocab-size"
-PLANNED = (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS, HALF, TOKENIZER, MERGES, PADDED)
+TOKENIZER, MERGES, PADDED = "tokenizer-type", "merge-file", "padded-vocab-size"
+PLANNED = (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS, TOKENIZER, MERGES, PADDED)
 
 # Vocabularies of tokenizers that scripts name without saying their size.
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -183,9 +183,6 @@ def _config(values: Layer, world: int, notices: list[str]) -> tuple[RunConfig, i
     context = _number(given, CONTEXT, 1)
     if context < 1 or world % context:
         raise UsageError(f"--world-size {world} is not divisible by --context-parallel-size {context}.")
-    if given.get(HALF):
-        given["params-dtype"] = "bf16"
-        notices.append("--fp16 is planned as --bf16: the same bytes and products")
     for key in (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS):
         flag = BY_KEY[key]
         asked = given.get(key, False)
@@ -225,7 +222,8 @@ def _layout(config: RunConfig, values: Layer, machine: Machine) -> Layout:
         n=config.micro_batches,
         micro_batch=config.batch.micro_batch_size,
         sequence_parallel=parallel.sequence_parallel,
-        act_bytes={"bf16": 2, "fp32": 4, "fp64": 8}[config.precision.params_dtype],
+        act_bytes=config.precision.params_bytes,
+        grad_bytes=config.precision.grad_bytes,
         sharded_optimizer=bool(values.get(DISTRIBUTED)),
         device=device,
     )

@@ -2,19 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from megackpt.config.checks import one_of
+from megackpt.config.errors import UsageError
 
-PARAMS_DTYPES = ("fp32", "bf16", "fp64")
+BYTES: Mapping[str, int] = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
+"""Of one number, by format."""
+PARAMS_DTYPES = tuple(BYTES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig:
-    """bf16 parameters have fp32 masters and fp32 gradients; fp64 is for proofs."""
+    """16-bit parameters have fp32 masters and fp32 gradients; fp64 is for proofs."""
 
     params_dtype: str = "fp32"
     """Type of parameters and activations."""
+    grad_reduce_in_bf16: bool = False
+    """bf16 gradients are summed over micro-batches and ranks in bf16: half the bytes, and small terms are lost."""
 
     def __post_init__(self) -> None:
         one_of("--params-dtype", self.params_dtype, PARAMS_DTYPES)
+        if self.grad_reduce_in_bf16 and self.params_dtype != "bf16":
+            raise UsageError(
+                f"--grad-reduce-in-bf16 contradicts --params-dtype {self.params_dtype}: it is for bf16 parameters."
+                " Use --bf16, or leave it out."
+            )
+
+    @property
+    def params_bytes(self) -> int:
+        """Of one parameter, or one number of an activation."""
+        return BYTES[self.params_dtype]
+
+    @property
+    def grad_bytes(self) -> int:
+        """Of one number of the main gradients."""
+        return 2 if self.grad_reduce_in_bf16 else max(4, self.params_bytes)

@@ -8,8 +8,6 @@ from megackpt.config.run import RunConfig
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.policies import Policy
 
-ACTIVATION_BYTES = {"bf16": 2, "fp32": 4, "fp64": 8}
-
 
 def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
     """The model of a run; ``vocab`` before padding."""
@@ -50,7 +48,8 @@ def layout_numbers(config: RunConfig, pieces: Sequence[Sequence[range]], device:
         n=config.micro_batches,
         micro_batch=config.batch.micro_batch_size,
         sequence_parallel=parallel.sequence_parallel,
-        act_bytes=ACTIVATION_BYTES[config.precision.params_dtype],
+        act_bytes=config.precision.params_bytes,
+        grad_bytes=config.precision.grad_bytes,
         device=device,
     )
 

@@ -64,8 +64,12 @@ class GradientBuffer(GradientSink):
         self._hooks: list[RemovableHandle] = []
         self._fallback = AutogradSink()
 
-    def attach(self, parameters: Iterable[tuple[Parameter, ParameterRecord]]) -> None:
+    def attach(
+        self, parameters: Iterable[tuple[Parameter, ParameterRecord]], dtype: torch.dtype | None = None
+    ) -> None:
         """Allocate a zeroed buffer for all `parameters` that require a gradient and start collecting.
+
+        `dtype` is that of the sums; None: fp32, or fp64 for fp64 parameters.
 
         Raises:
             ValueError: the buffer has parameters already, a parameter or name is given twice, or dtypes or
@@ -80,7 +84,7 @@ class GradientBuffer(GradientSink):
         wanted.sort(key=lambda pair: not pair[1].partial_under_sp)  # stable: else the model's order
         first = wanted[0][0]
         total = sum(p.numel() for p, _ in wanted)
-        self.flat = torch.zeros(total, dtype=wide_dtype(first.dtype), device=first.device)
+        self.flat = torch.zeros(total, dtype=dtype or wide_dtype(first.dtype), device=first.device)
         entries = []
         offset = 0
         for parameter, record in wanted:

@@ -21,6 +21,7 @@ from megackpt.config.optimizer import OptimizerConfig
 from megackpt.mesh.parameter import ParameterRecord
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.update import Update
+from megackpt.precision.policy import wide_dtype
 
 MASTER = "master"
 
@@ -35,14 +36,13 @@ class MasterOptimizer:
         """
         self._parameters: list[Tensor] = [entry.parameter for entry in buffer.entries]
         self._records = [entry.record for entry in buffer.entries]
-        wide = buffer.flat.dtype
+        self._gradients = [entry.gradient for entry in buffer.entries]
+        wide = wide_dtype(self._parameters[0].dtype) if self._parameters else buffer.flat.dtype
         # `detach` shares memory and version counter: autograd still sees that a weight was changed.
         self._masters = [
             p.detach() if p.dtype == wide else p.detach().to(wide, copy=True) for p in self._parameters
         ]
         self._copies = bool(self._parameters) and self._parameters[0].dtype != wide
-        for master, entry in zip(self._masters, buffer.entries, strict=True):
-            master.grad = entry.gradient
         self._update = Update(list(zip(self._masters, self._records, strict=True)), config)
 
     @torch.no_grad()
@@ -51,6 +51,8 @@ class MasterOptimizer:
 
         `decoupled_rate`: the learning rate of the embedding and the output layer, where it is another.
         """
+        for master, gradient in zip(self._masters, self._gradients, strict=True):
+            master.grad = gradient.to(master.dtype)  # the buffer's view itself unless it sums in 16 bits
         self._update.step(rate, decoupled_rate)
         self._round_masters()
 

@@ -29,11 +29,15 @@ class NamedShard:
 
     `record` says how it lies in the global tensor; its own name is not used, so that an optimizer moment carries
     the record of its parameter.
+
+    With `flat_range` (first, stop) this rank has only that part of its local tensor, flattened in row-major order:
+    `local` is then one-dimensional with stop - first elements. Other data-parallel ranks have the rest.
     """
 
     key: str
     local: Tensor
     record: ParameterRecord
+    flat_range: tuple[int, int] | None = None
 
 
 @dataclass

@@ -90,7 +90,7 @@ def _product(
     buffer; a strided input is copied for a kernel that wants rows."""
     w = x.act
     copy = x.rows * inputs * w if strided else 0
-    weight_gradient = inputs * outputs * w if x.act != x.wide else 0
+    weight_gradient = inputs * outputs * w if x.act != x.grad else 0
     flops = 2 * x.rows * inputs * outputs
     row: Row = {
         "output_bytes": x.rows * outputs * w,
@@ -325,7 +325,7 @@ def _chunk(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     rows = min(model.loss_chunk, model.seq // layout.c) * layout.micro_batch
     product, loss = _product(layout, x, x.hidden, x.vocab, column=True), _loss(model, layout, x, rows)
     logits, hidden = rows * x.vocab * x.act, x.rows * x.hidden * x.act
-    weight_gradient = x.hidden * x.vocab * x.act if x.act != x.wide else 0
+    weight_gradient = x.hidden * x.vocab * x.act if x.act != x.grad else 0
     return product | {
         "output_bytes": x.rows * x.wide,
         "internal_bytes": loss["internal_bytes"],

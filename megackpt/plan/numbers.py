@@ -97,7 +97,8 @@ class Layout:
     n: int = 1
     micro_batch: int = 1
     sequence_parallel: bool = False
-    act_bytes: int = 2  # of weights and activations: 2 (bf16), 4 (fp32), 8 (fp64)
+    act_bytes: int = 2  # of weights and activations: 2 (bf16, fp16), 4 (fp32), 8 (fp64)
+    grad_bytes: int = 0  # of main gradients; 0: wide_bytes
     sharded_optimizer: bool = False
     schedule: str = "1f1b"
     device: str = "cuda"  # kernels differ in what they save
@@ -116,6 +117,10 @@ class Layout:
         order = [layer for chunk in range(self.v) for stage in self.pieces for layer in stage[chunk]]
         if order != list(range(len(order))):
             raise ValueError("the pieces do not hold every layer exactly once, in the order of the model")
+        if self.grad_bytes and self.grad_bytes not in (self.act_bytes, self.wide_bytes):
+            raise ValueError(f"grad_bytes={self.grad_bytes} is neither act_bytes nor {self.wide_bytes}")
+        if not self.grad_bytes:
+            object.__setattr__(self, "grad_bytes", self.wide_bytes)
         if self.t == 1:
             object.__setattr__(self, "sequence_parallel", False)
 
@@ -146,7 +151,7 @@ class Layout:
 
     @property
     def wide_bytes(self) -> int:
-        """Of main gradients, masters, statistics and losses: fp32, or fp64 for an fp64 model."""
+        """Of masters, moments, statistics and losses: fp32, or fp64 for an fp64 model."""
         return max(4, self.act_bytes)
 
     @property
@@ -192,6 +197,7 @@ class Widths:
     log_sum: int  # a s b / (t c)
     act: int
     wide: int
+    grad: int
 
     @staticmethod
     def of(model: ModelNumbers, layout: Layout) -> Widths:
@@ -221,4 +227,5 @@ class Widths:
             log_sum=heads * rows,
             act=layout.act_bytes,
             wide=layout.wide_bytes,
+            grad=layout.grad_bytes,
         )

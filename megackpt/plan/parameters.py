@@ -91,7 +91,7 @@ def state_bytes(count: int, layout: Layout) -> StateBytes:
     masters = count * wide if layout.has_masters else 0
     return StateBytes(
         weights=count * layout.act_bytes,
-        gradients=count * wide,
+        gradients=count * layout.grad_bytes,
         masters=-(-masters // share),
         moments=-(-2 * wide * count // share),
     )

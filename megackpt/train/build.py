@@ -87,7 +87,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
     plan = together(lambda: build_plan(config, cut))
     agree(plan.digest(), "recompute plan")
 
-    buffer.attach(parameters)
+    buffer.attach(parameters, precision.main_grad_dtype)
     return Trainer(
         config=config,
         seam=seam,

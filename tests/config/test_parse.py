@@ -125,7 +125,7 @@ def test_false_takes_a_switch_back(tmp_path: Path) -> None:
         ("sed: 1", "unknown flag sed. Did you mean --seed?"),
         ("seeds: {seed: 1}", "unknown section 'seeds'."),
         ("modl: {num-layers: 1}", "unknown section 'modl'. Did you mean model?"),
-        ("fp16: true", "--fp16 is not available in this version: use --bf16."),
+        ("qk-layernorm: true", "--qk-layernorm is not available in this version."),
         ("seed: yes", "--seed takes an integer; got True."),
         ("seed: [1, 2]", "--seed takes one value; got 1 2."),
         ("bf16: 1", "--bf16 is a switch: give it alone, or with =true or =false; got 1."),
@@ -177,6 +177,8 @@ def test_yaml_numbers_without_a_dot_are_numbers(tmp_path: Path) -> None:
         ),
         ("--recompute-granularity full", "--recompute-granularity full --recompute-method uniform"),
         ("--bf16", "--params-dtype bf16"),
+        ("--fp16", "--params-dtype fp16"),
+        ("--bf16 --accumulate-allreduce-grads-in-fp32", "--bf16 --grad-reduce-in-bf16=false"),
         ("--use-rotary-position-embeddings", "--position-embedding-type rope"),
         ("--use-flash-attn", "--attention-backend flash"),
         ("--attention-backend local", "--attention-backend unfused"),
@@ -213,10 +215,10 @@ def test_accepted_flags_make_one_line() -> None:
 
 
 def test_ignore_unsupported_warns_instead(tmp_path: Path) -> None:
-    result = parsed("--fp16 --loss-scale 1024 --num-experts 8 --ignore-unsupported")
+    result = parsed("--qk-layernorm --loss-scale 1024 --num-experts 8 --ignore-unsupported")
     assert result.config == run()
     assert result.notices == (
-        "warning: ignored, --fp16 is not available in this version: use --bf16.",
+        "warning: ignored, --qk-layernorm is not available in this version.",
         "warning: ignored, --loss-scale 1024.0 is not available in this version: use --bf16, which needs no loss"
         " scale.",
         "warning: ignored, --num-experts 8 is not part of megackpt: models are dense: leave it out.",
@@ -224,7 +226,7 @@ def test_ignore_unsupported_warns_instead(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="^unknown flag --zzz"):
         run("--zzz 3 --ignore-unsupported")
     file = tmp_path / "a.yaml"
-    file.write_text("ignore-unsupported: true\nfp16: true\n")
+    file.write_text("ignore-unsupported: true\nqk-layernorm: true\n")
     assert run(f"--config {file}") == run()
 
 
@@ -246,8 +248,8 @@ def test_from_flags_takes_python_values() -> None:
         }
     )
     assert config == run()
-    with pytest.raises(UsageError, match="--fp16 is not available"):
-        RunConfig.from_flags({"fp16": True})
+    with pytest.raises(UsageError, match="--qk-layernorm is not available"):
+        RunConfig.from_flags({"qk-layernorm": True})
 
 
 def test_a_typical_megatron_launch_script_is_understood() -> None:

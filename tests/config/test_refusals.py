@@ -248,7 +248,21 @@ TABLE = [
         1,
         "--bf16 and --params-dtype fp32 contradict each other: --bf16 means --params-dtype bf16.",
     ),
-    ("", "--params-dtype fp16", 1, "--params-dtype takes fp32, bf16 or fp64; got 'fp16'."),
+    (
+        "",
+        "--fp16 --grad-reduce-in-bf16",
+        1,
+        "--grad-reduce-in-bf16 contradicts --params-dtype fp16: it is for bf16 parameters. Use --bf16, or leave it"
+        " out.",
+    ),
+    (
+        "",
+        "--bf16 --grad-reduce-in-bf16 --accumulate-allreduce-grads-in-fp32",
+        1,
+        "--accumulate-allreduce-grads-in-fp32 and --grad-reduce-in-bf16 contradict each other:"
+        " --accumulate-allreduce-grads-in-fp32 means --grad-reduce-in-bf16=false.",
+    ),
+    ("", "--params-dtype fp8", 1, "--params-dtype takes fp32, bf16, fp16 or fp64; got 'fp8'."),
     # recompute
     (
         "",
@@ -511,7 +525,6 @@ def test_counts_may_be_zero_and_not_less(flag: str) -> None:
             "--context-parallel-size 2 is not available in this version: use"
             " --tensor-model-parallel-size with --sequence-parallel.",
         ),
-        ("--fp16", "--fp16 is not available in this version: use --bf16."),
         ("--qk-layernorm", "--qk-layernorm is not available in this version."),
         ("--num-experts 8", "--num-experts 8 is not part of megackpt: models are dense: leave it out."),
         (
@@ -532,12 +545,12 @@ def test_refused_flag_says_so_and_what_to_use(line: str, message: str) -> None:
 
 def test_all_bad_names_are_named_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        run("--fp16 --num-layer 4 --deepspeed --zero-stage 1 --lr high")
+        run("--qk-layernorm --num-layer 4 --deepspeed --zero-stage 1 --lr high")
     assert str(caught.value).splitlines() == [
         "this command line cannot be used:",
         "  unknown flag --num-layer. Did you mean --num-layers?",
         "  --lr takes a number; got 'high'.",
-        "  --fp16 is not available in this version: use --bf16.",
+        "  --qk-layernorm is not available in this version.",
         "  --deepspeed is not part of megackpt: there is no DeepSpeed engine: leave it out, and give sizes and batches"
         " by flags.",
         "  --zero-stage 1 is not part of megackpt: optimizer state is not sharded: leave it out.",

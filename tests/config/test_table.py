@@ -25,7 +25,7 @@ _WORKS = """
 --use-rotary-position-embeddings --kv-channels --rotary-percent --make-vocab-size-divisible-by
 --attention-softmax-in-fp32 --rotary-base --vocab-size --norm-epsilon
 --lr --micro-batch-size --global-batch-size --weight-decay --lr-decay-style --eval-interval --clip-grad --min-lr
---eval-iters --train-iters --adam-beta1 --adam-beta2 --lr-decay-iters --bf16 --train-samples --lr-warmup-fraction
+--eval-iters --train-iters --adam-beta1 --adam-beta2 --lr-decay-iters --bf16 --fp16 --train-samples --lr-warmup-fraction
 --seed --finetune --lr-decay-samples --lr-warmup-samples --lr-warmup-iters --exit-interval --adam-eps --optimizer
 --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler --decoupled-lr
 --tensor-model-parallel-size --pipeline-model-parallel-size --sequence-parallel --distributed-backend

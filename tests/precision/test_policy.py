@@ -12,6 +12,7 @@ from megackpt.precision import Precision
     [
         ("fp32", torch.float32, torch.float32, False, 4),
         ("bf16", torch.bfloat16, torch.float32, True, 2),
+        ("fp16", torch.float16, torch.float32, True, 2),
         ("fp64", torch.float64, torch.float64, False, 8),
     ],
 )
@@ -21,3 +22,8 @@ def test_formats(name: str, params: torch.dtype, main: torch.dtype, masters: boo
     assert precision.main_grad_dtype == precision.loss_dtype == main
     assert precision.keeps_masters is masters
     assert precision.activation_bytes == size
+
+
+def test_gradients_in_bf16_are_an_option() -> None:
+    precision = Precision.from_config(PrecisionConfig(params_dtype="bf16", grad_reduce_in_bf16=True))
+    assert (precision.main_grad_dtype, precision.loss_dtype) == (torch.bfloat16, torch.float32)

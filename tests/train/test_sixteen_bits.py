@@ -1,4 +1,4 @@
-"""bf16 weights and activations with fp32 gradients and masters: it learns, alike in every layout."""
+"""bf16 and fp16 weights and activations with fp32 gradients and masters: it learns, alike in every layout."""
 
 from __future__ import annotations
 
@@ -15,9 +15,13 @@ from tests.pool import run_distributed
 LOSS, NORM = 2**-10, 2**-5
 
 
-@pytest.mark.parametrize("flags", [SMALL_GPT, SMALL_LLAMA], ids=["gpt", "llama"])
-def test_losses_fall_and_equal_one_process_within_rounding(flags: Flags, tmp_path: Path) -> None:
-    flags = flags | {"bf16": True, "train-iters": 20, "lr": 2e-3}
+@pytest.mark.parametrize(
+    ("flags", "dtype"),
+    [(SMALL_GPT, "bf16"), (SMALL_LLAMA, "bf16"), (SMALL_GPT, "fp16")],
+    ids=["gpt-bf16", "llama-bf16", "gpt-fp16"],
+)
+def test_losses_fall_and_equal_one_process_within_rounding(flags: Flags, dtype: str, tmp_path: Path) -> None:
+    flags = flags | {"params-dtype": dtype, "train-iters": 20, "lr": 2e-3}
     runs = []
     for layout in (Layout(), Layout(tp=2, pp=2, sp=True)):
         path = tmp_path / f"{layout}.jsonl"
