@@ -19,8 +19,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # runs from a clone, installed or not
 
-from megackpt.config.data import TOKENIZERS
 from megackpt.config.errors import UsageError
+from megackpt.config.tokenizer import TOKENIZERS, TokenizerConfig
 from megackpt.data.documents import FORMATS
 from megackpt.data.preprocess import PreprocessReport, preprocess
 from megackpt.data.tokenizer import build_tokenizer
@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     start = time.monotonic()
     try:
-        tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model, args.vocab_size)
+        tokenizer = build_tokenizer(
+            TokenizerConfig(type=args.tokenizer_type, model=args.tokenizer_model, vocab_size=args.vocab_size)
+        )
         report = preprocess(
             args.input,
             args.output_prefix,

@@ -6,11 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megackpt.config.checks import at_least, one_of
+from megackpt.config.checks import at_least
 from megackpt.config.errors import UsageError
-
-SENTENCEPIECE = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer")
-TOKENIZERS = (*SENTENCEPIECE, "NullTokenizer")
+from megackpt.config.tokenizer import GPT2_BPE, TokenizerConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,8 +23,17 @@ class DataConfig:
     tokenizer_type: str | None = None
     tokenizer_model: str | None = None
     """File of the tokenizer."""
+    vocab_file: str | None = None
+    """vocab.json of GPT-2's tokenizer."""
+    merge_file: str | None = None
+    """merges.txt of GPT-2's tokenizer; with it alone the tokenizer is GPT-2's."""
+    tokenizer_hf_include_special_tokens: bool = False
+    tiktoken_pattern: str = "v2"
+    tiktoken_num_special_tokens: int = 1000
+    tiktoken_special_tokens: tuple[str, ...] = ()
+    """() = Megatron's seven."""
     vocab_size: int | None = None
-    """Vocabulary of the NullTokenizer and of mock data."""
+    """Vocabulary of NullTokenizer, TikTokenizer and of mock data."""
     data_cache_path: str | None = None
     """Folder of the index caches; None = beside the data."""
     num_workers: int = 2
@@ -40,13 +47,28 @@ class DataConfig:
             raise UsageError(f"--split {self.split} leaves nothing to train on: its first number must be above 0.")
         at_least("--num-workers", self.num_workers, 0)
         at_least("--vocab-size", self.vocab_size, 1)
-        if self.tokenizer_type is not None:
-            one_of("--tokenizer-type", self.tokenizer_type, TOKENIZERS)
-        if self.tokenizer_type in SENTENCEPIECE and self.tokenizer_model is None:
-            raise UsageError(f"--tokenizer-type {self.tokenizer_type} needs --tokenizer-model: its .model file.")
-        if self.vocab_size is None and self.tokenizer_type in (None, "NullTokenizer"):
-            what = "--tokenizer-type NullTokenizer" if self.tokenizer_type else "A run without --tokenizer-type"
-            raise UsageError(f"{what} needs --vocab-size: nothing else says how many tokens there are.")
+        if self.tokenizer is None and self.vocab_size is None:
+            raise UsageError(
+                "A run without --tokenizer-type needs --vocab-size: nothing else says how many tokens there are."
+            )
+
+    @property
+    def tokenizer(self) -> TokenizerConfig | None:
+        """The tokenizer that the flags name, if any.  Raises UsageError for one that lacks its files."""
+        kind = self.tokenizer_type or (GPT2_BPE if self.merge_file is not None else None)
+        if kind is None:
+            return None
+        return TokenizerConfig(
+            type=kind,
+            model=self.tokenizer_model,
+            vocab_file=self.vocab_file,
+            merge_file=self.merge_file,
+            vocab_size=self.vocab_size,
+            include_special_tokens=self.tokenizer_hf_include_special_tokens,
+            tiktoken_pattern=self.tiktoken_pattern,
+            tiktoken_num_special_tokens=self.tiktoken_num_special_tokens,
+            tiktoken_special_tokens=self.tiktoken_special_tokens,
+        )
 
     def _check_source(self) -> None:
         if self.mock_data and self.data_path:

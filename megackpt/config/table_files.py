@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from megackpt.config.data import TOKENIZERS
 from megackpt.config.flag import Flag, accept, later, works
+from megackpt.config.tokenizer import TIKTOKEN_PATTERNS, TOKENIZERS
 
 DATA = "Data, tokenizer"
 FILES = "Checkpoint files"
 
 _SPLIT = "use --data-path and --split."
-_TOKENIZER = "use a SentencePiece model: --tokenizer-type SentencePieceTokenizer --tokenizer-model FILE."
 
 ROWS: tuple[Flag, ...] = (
     works(
@@ -22,8 +21,72 @@ ROWS: tuple[Flag, ...] = (
         default="none",
     ),
     works("--split", DATA, "text", "data.split", "Shares of training, validation and test; any numbers."),
-    works("--tokenizer-type", DATA, "text", "data.tokenizer_type", "Kind of tokenizer.", choices=TOKENIZERS),
-    works("--tokenizer-model", DATA, "text", "data.tokenizer_model", "File of the tokenizer.", metavar="FILE"),
+    works(
+        "--tokenizer-type",
+        DATA,
+        "text",
+        "data.tokenizer_type",
+        f"Kind of tokenizer: {', '.join(TOKENIZERS)}.",
+        metavar="NAME",
+    ),
+    works(
+        "--tokenizer-model",
+        DATA,
+        "text",
+        "data.tokenizer_model",
+        "SentencePiece model, tokenizer.json or its folder, or a tiktoken file of ranks. Always local.",
+        metavar="FILE",
+    ),
+    works(
+        "--tokenizer-name-or-path",
+        DATA,
+        "text",
+        None,
+        "An older name of --tokenizer-model.",
+        metavar="FILE",
+        implies=(("tokenizer-model", None),),
+    ),
+    works("--vocab-file", DATA, "text", "data.vocab_file", "GPT-2's vocab.json.", metavar="FILE"),
+    works(
+        "--merge-file",
+        DATA,
+        "text",
+        "data.merge_file",
+        "GPT-2's merges.txt. Without --tokenizer-type, --vocab-file and --merge-file mean GPT2BPETokenizer.",
+        metavar="FILE",
+    ),
+    works(
+        "--tokenizer-hf-include-special-tokens",
+        DATA,
+        "switch",
+        "data.tokenizer_hf_include_special_tokens",
+        "HuggingFaceTokenizer adds what its template says, such as a first bos.",
+    ),
+    works(
+        "--tiktoken-pattern",
+        DATA,
+        "text",
+        "data.tiktoken_pattern",
+        "How TikTokenizer cuts text into words.",
+        choices=TIKTOKEN_PATTERNS,
+    ),
+    works(
+        "--tiktoken-num-special-tokens",
+        DATA,
+        "int",
+        "data.tiktoken_num_special_tokens",
+        "Ids of TikTokenizer before the first rank.",
+        minimum=0,
+    ),
+    works(
+        "--tiktoken-special-tokens",
+        DATA,
+        "many",
+        "data.tiktoken_special_tokens",
+        "Names of the first of those.",
+        metavar="NAME ...",
+        default="<unk> <s> </s> <mask> <pad> <cls> <sep>",
+    ),
     works(
         "--data-cache-path",
         DATA,
@@ -54,9 +117,6 @@ ROWS: tuple[Flag, ...] = (
     later("--train-data-path", DATA, "many", _SPLIT),
     later("--valid-data-path", DATA, "many", _SPLIT),
     later("--test-data-path", DATA, "many", _SPLIT),
-    later("--vocab-file", DATA, "text", _TOKENIZER),
-    later("--merge-file", DATA, "text", _TOKENIZER),
-    later("--tokenizer-name-or-path", DATA, "text", _TOKENIZER),
     later("--data-impl", DATA, "text", "datasets are .bin/.idx pairs: leave it out.", "mmap", "infer"),
     later("--dataloader-type", DATA, "text", "samples come in one fixed order: leave it out.", "single"),
     later("--reset-attention-mask", DATA, "switch"),

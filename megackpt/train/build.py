@@ -111,11 +111,11 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
 
 def build_vocabulary(config: RunConfig) -> tuple[Tokenizer | None, int]:
     """The tokenizer, if one is named, and the size of the vocabulary before padding."""
-    data = config.data
-    if data.tokenizer_type is None:
-        assert data.vocab_size is not None
-        return None, data.vocab_size
-    tokenizer = build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    named = config.data.tokenizer
+    if named is None:
+        assert config.data.vocab_size is not None
+        return None, config.data.vocab_size
+    tokenizer = build_tokenizer(named)
     own, asked = tokenizer.vocab_size, config.model.vocab_size
     if asked is None or isinstance(tokenizer, NullTokenizer):  # whose --vocab-size does not count its eod
         return tokenizer, own

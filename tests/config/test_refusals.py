@@ -394,10 +394,16 @@ TABLE = [
     ),
     (
         "",
-        "--tokenizer-type GPT2BPETokenizer",
+        "--tokenizer-type BertWordPieceCase",
         1,
-        "--tokenizer-type takes SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer or NullTokenizer;"
-        " got 'GPT2BPETokenizer'.",
+        "--tokenizer-type takes SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, GPT2BPETokenizer,"
+        " HuggingFaceTokenizer, TikTokenizer or NullTokenizer; got 'BertWordPieceCase'.",
+    ),
+    (
+        "",
+        "--tokenizer-type GPT2BPETokenizer --vocab-file v",
+        1,
+        "--tokenizer-type GPT2BPETokenizer needs --vocab-file and --merge-file: GPT-2's vocab.json and merges.txt.",
     ),
     # files and logging
     (

@@ -18,7 +18,8 @@ from megackpt.data.documents import DocumentReader, split_text
 from megackpt.data.entropy import corpus_statistics, token_counts, unigram_entropy
 from megackpt.data.indexed import IndexedDataset
 from megackpt.data.preprocess import preprocess
-from megackpt.data.tokenizer import NullTokenizer, build_tokenizer
+from megackpt.data.tokenizer import NullTokenizer
+from megackpt.data.tokenizer_sentencepiece import SentencePieceTokenizer
 from tests.data_room.tools import write_documents
 from tests.pool import ROOT
 
@@ -227,7 +228,7 @@ def test_corpus_to_tokens_and_entropy(tmp_path: Path) -> None:
     done = tool("preprocess_data", "--input", corpus, "--output-prefix", prefix, "--append-eod", *tokenizer)
     assert done.returncode == 0, done.stderr
     found = documents(f"{prefix}_text_document")
-    reader = build_tokenizer("GPTSentencePieceTokenizer", str(model))
+    reader = SentencePieceTokenizer(model)
     texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
     assert [reader.detokenize(ids[:-1]) for ids in found] == texts and {ids[-1] for ids in found} == {2}
     flat = np.concatenate(found)

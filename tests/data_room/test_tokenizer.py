@@ -10,7 +10,9 @@ import pytest
 import sentencepiece
 
 from megackpt.config.errors import UsageError
-from megackpt.data.tokenizer import SentencePieceTokenizer, SpecialIds, build_tokenizer
+from megackpt.config.tokenizer import TokenizerConfig
+from megackpt.data.tokenizer import SpecialIds, Tokenizer, build_tokenizer
+from megackpt.data.tokenizer_sentencepiece import SentencePieceTokenizer
 from megackpt.data.train_tokenizer import train_sentencepiece
 
 SENTENCES = ["the cat sat on the mat", "a dog and a cat", "we sat on a log", "def f(x):", "return x + 1"] * 20
@@ -24,6 +26,10 @@ def train(path: Path, **options: Any) -> str:
     )
     path.write_bytes(out.getvalue())
     return str(path)
+
+
+def named(kind: str, model: str | None = None, vocab_size: int | None = None) -> Tokenizer:
+    return build_tokenizer(TokenizerConfig(type=kind, model=model, vocab_size=vocab_size))
 
 
 CASES: dict[str, tuple[dict[str, Any], SpecialIds]] = {
@@ -48,7 +54,7 @@ def test_special_ids(tmp_path: Path, case: str) -> None:
     """VC-07: every id is right, and one that is not there is an error, never -1 or another token."""
     options, expected = CASES[case]
     for kind in ("GPTSentencePieceTokenizer", "SentencePieceTokenizer", "Llama2Tokenizer"):
-        tokenizer = build_tokenizer(kind, train(tmp_path / "m.model", **options))
+        tokenizer = named(kind, train(tmp_path / "m.model", **options))
         assert tokenizer.special == expected and tokenizer.vocab_size == 48
         for name in ("bos", "eos", "pad", "unk", "eod"):
             value = getattr(expected, name)
@@ -61,12 +67,10 @@ def test_special_ids(tmp_path: Path, case: str) -> None:
 
 def test_llama_puts_bos_before_each_text_and_the_others_nothing(tmp_path: Path) -> None:
     model = train(tmp_path / "m.model")
-    plain = build_tokenizer("GPTSentencePieceTokenizer", model).tokenize_batch(["the cat", "a dog"])
-    assert build_tokenizer("SentencePieceTokenizer", model).tokenize_batch(["the cat", "a dog"]) == plain
-    assert build_tokenizer("Llama2Tokenizer", model).tokenize_batch(["the cat", "a dog"]) == [
-        [1, *ids] for ids in plain
-    ]
-    without = build_tokenizer("Llama2Tokenizer", train(tmp_path / "n.model", bos_id=-1, eos_id=1))
+    plain = named("GPTSentencePieceTokenizer", model).tokenize_batch(["the cat", "a dog"])
+    assert named("SentencePieceTokenizer", model).tokenize_batch(["the cat", "a dog"]) == plain
+    assert named("Llama2Tokenizer", model).tokenize_batch(["the cat", "a dog"]) == [[1, *ids] for ids in plain]
+    without = named("Llama2Tokenizer", train(tmp_path / "n.model", bos_id=-1, eos_id=1))
     assert without.tokenize("the cat")[0] > 2
 
 
@@ -98,7 +102,7 @@ def test_training_refuses_what_it_cannot_use(tmp_path: Path) -> None:
 
 def test_null_tokenizer() -> None:
     """As in Megatron-LM: --vocab-size ids and the eod after them."""
-    tokenizer = build_tokenizer("NullTokenizer", vocab_size=10)
+    tokenizer = named("NullTokenizer", vocab_size=10)
     assert (tokenizer.vocab_size, tokenizer.eod, tokenizer.special.pad) == (11, 10, None)
     assert tokenizer.tokenize(" 3 0\n9 10 ") == [3, 0, 9, 10] and tokenizer.detokenize([3, 0]) == "3 0"
     with pytest.raises(UsageError, match="reads numbers between spaces, not '3 x'"):
@@ -111,12 +115,18 @@ def test_null_tokenizer() -> None:
 def test_refusals(tmp_path: Path) -> None:
     (tmp_path / "bad.model").write_bytes(b"no model")
     for arguments, message in [
-        (("HuggingFaceTokenizer", "x"), "--tokenizer-type HuggingFaceTokenizer: use one of .*NullTokenizer"),
+        (
+            ("BertWordPieceCase", "x"),
+            "--tokenizer-type takes .*HuggingFaceTokenizer.* or NullTokenizer; got 'BertWordPieceCase'",
+        ),
         (("Llama2Tokenizer",), "needs --tokenizer-model"),
         (("NullTokenizer",), "needs --vocab-size"),
-        (("NullTokenizer", None, 0), "--vocab-size of at least 1, not 0"),
-        (("Llama2Tokenizer", str(tmp_path / "none")), "none: there is no such file; tools/train_tokenizer.py"),
+        (("NullTokenizer", None, 0), "--vocab-size must be at least 1; got 0"),
+        (
+            ("Llama2Tokenizer", str(tmp_path / "none")),
+            "none: there is no such file; a SentencePiece model .tools/train_tokenizer.py makes one",
+        ),
         (("Llama2Tokenizer", str(tmp_path / "bad.model")), "bad.model: is not a SentencePiece model"),
     ]:
         with pytest.raises(UsageError, match=message):
-            build_tokenizer(*arguments)
+            named(*arguments)
