@@ -38,8 +38,8 @@ ONLY_MODULES = {("model", "plan"): (f"{PACKAGE}.plan.steps",)}
 # Rooms that must load without torch: third-party packages they may import at all.
 THIRD_PARTY = {"plan": ("numpy",), "config": ("yaml",)}
 # Packages that may be missing or are slow to load: the only imports allowed inside a function (cli/ is free to).
-OPTIONAL = ("apex", "deepspeed", "sentencepiece", "tensorboard", "torch.utils.tensorboard", "transformer_engine",
-            "wandb")
+OPTIONAL = ("apex", "deepspeed", "sentencepiece", "tensorboard", "tiktoken", "tokenizers", "torch.utils.tensorboard",
+            "transformer_engine", "wandb", "zstandard")
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60  # without its docstring
 # Longer on purpose: path below megackpt/, or path and function -> its own limit.

@@ -97,7 +97,7 @@ def test_other_mistakes_exit_with_two_and_a_sentence(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "c.jsonl", {"text": "1"})
     for arguments, message in [
         (("--input", tmp_path / "x", *NULL), "x: there is no such file"),
-        (("--input", source, "--tokenizer-type", "Nonsense"), "--tokenizer-type Nonsense: use one of"),
+        (("--input", source, "--tokenizer-type", "Nonsense"), "or NullTokenizer; got 'Nonsense'"),
         (("--input", source, *NULL, "--json-keys", "a", "a"), "give one or more different keys"),
     ]:
         done = tool("preprocess_data", "--output-prefix", tmp_path / "c", *arguments)
