@@ -103,6 +103,7 @@ class Layout:
     pp: int = 1
     dp: int = 1
     sp: bool = False
+    vp: int = 1
 
     @property
     def world_size(self) -> int:
@@ -114,10 +115,11 @@ class Layout:
             "tensor-model-parallel-size": self.tp,
             "pipeline-model-parallel-size": self.pp,
             "sequence-parallel": self.sp,
-        }
+        } | ({"num-virtual-stages-per-pipeline-rank": self.vp} if self.vp > 1 else {})
 
     def __str__(self) -> str:
-        return f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}-dp{self.dp}"
+        chunks = f"v{self.vp}" if self.vp > 1 else ""
+        return f"tp{self.tp}{'sp' if self.sp else ''}-pp{self.pp}{chunks}-dp{self.dp}"
 
 
 def layouts(processes: int, sizes: tuple[int, ...] = (1, 2, 4)) -> list[Layout]:

@@ -21,7 +21,7 @@ from megackpt.config.parse import ENVIRONMENT
 from megackpt.config.resolve import sections
 from megackpt.config.run import RunConfig
 from megackpt.config.sources import Source, merge, read_words, read_yaml
-from megackpt.observe.numbers import model_numbers, policy_of
+from megackpt.observe.numbers import model_numbers, policy_of, split_of
 from megackpt.plan.accelerators import GIB, Machine, machine_named
 from megackpt.plan.decision import Plan
 from megackpt.plan.numbers import Layout, ModelNumbers
@@ -33,9 +33,8 @@ FIT_TO_PLAN: Layer = {"lr": 1.0, "train-iters": 1, "mock-data": True}
 
 # Flags that the planner reads itself, whether this version's trainer runs them or not.
 DISTRIBUTED, CONTEXT = "use-distributed-optimizer", "context-parallel-size"
-CHUNK_LAYERS, CHUNKS = "num-layers-per-virtual-pipeline-stage", "num-virtual-stages-per-pipeline-rank"
 TOKENIZER, MERGES, PADDED = "tokenizer-type", "merge-file", "padded-vocab-size"
-PLANNED = (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS, TOKENIZER, MERGES, PADDED)
+PLANNED = (DISTRIBUTED, CONTEXT, TOKENIZER, MERGES, PADDED)
 
 # Vocabularies of tokenizers that scripts name without saying their size.
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -183,7 +182,7 @@ def _config(values: Layer, world: int, notices: list[str]) -> tuple[RunConfig, i
     context = _number(given, CONTEXT, 1)
     if context < 1 or world % context:
         raise UsageError(f"--world-size {world} is not divisible by --context-parallel-size {context}.")
-    for key in (DISTRIBUTED, CONTEXT, CHUNK_LAYERS, CHUNKS):
+    for key in (DISTRIBUTED, CONTEXT):
         flag = BY_KEY[key]
         asked = given.get(key, False)
         if (asked is True or (asked is not False and asked != 1)) and flag.state == "later":
@@ -210,12 +209,10 @@ def _vocabulary(values: Mapping[str, Value]) -> int:
 
 
 def _layout(config: RunConfig, values: Layer, machine: Machine) -> Layout:
-    parallel, layers = config.parallel, config.model.num_layers
+    parallel = config.parallel
     device = parallel.device or ("cpu" if "cpu" in machine.name.lower() else "cuda")
-    return Layout.even(
-        layers,
-        p=parallel.pipeline,
-        v=_chunks(layers, parallel.pipeline, values),
+    return Layout(
+        split_of(config),
         t=parallel.tensor,
         c=_number(values, CONTEXT, 1),
         d=parallel.data,
@@ -227,19 +224,6 @@ def _layout(config: RunConfig, values: Layer, machine: Machine) -> Layout:
         sharded_optimizer=bool(values.get(DISTRIBUTED)),
         device=device,
     )
-
-
-def _chunks(layers: int, stages: int, values: Layer) -> int:
-    """Chunks per stage, by either of Megatron's flags."""
-    per_chunk = _number(values, CHUNK_LAYERS, 0)
-    if not per_chunk:
-        return _number(values, CHUNKS, 1)
-    if layers % (stages * per_chunk):
-        raise UsageError(
-            f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide the {layers} layers over {stages}"
-            " stages in chunks of equal size."
-        )
-    return layers // (stages * per_chunk)
 
 
 def _plan(config: RunConfig, layout: Layout) -> Plan:

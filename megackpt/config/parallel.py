@@ -17,6 +17,10 @@ class ParallelConfig:
 
     tensor: int = 1
     pipeline: int = 1
+    layers_per_chunk: int | None = None
+    """Layers of a chunk, where stages have several; or ..."""
+    chunks: int | None = None
+    """... chunks per stage.  Neither: stages have one."""
     context: int = 1
     world_size: int = 1
     sequence_parallel: bool = False
@@ -31,6 +35,8 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         at_least("--tensor-model-parallel-size", self.tensor, 1)
         at_least("--pipeline-model-parallel-size", self.pipeline, 1)
+        at_least("--num-layers-per-virtual-pipeline-stage", self.layers_per_chunk, 1)
+        at_least("--num-virtual-stages-per-pipeline-rank", self.chunks, 1)
         at_least("--context-parallel-size", self.context, 1)
         at_least("the number of processes", self.world_size, 1)
         above_zero("--distributed-timeout-minutes", self.timeout_minutes)
@@ -48,6 +54,7 @@ class ParallelConfig:
                 "--distributed-backend nccl contradicts --device cpu: nccl moves GPU memory only."
                 " Use --distributed-backend gloo, or leave it out."
             )
+        self._check_chunks()
         self._check_world()
         if self.tensor == 1:
             object.__setattr__(self, "sequence_parallel", False)
@@ -61,6 +68,26 @@ class ParallelConfig:
     def data(self) -> int:
         """Copies of the model."""
         return self.world_size // self.model
+
+    @property
+    def interleaves(self) -> bool:
+        """Stages have several chunks (or might: how many chunks layers make is the model's business)."""
+        return self.layers_per_chunk is not None or (self.chunks or 1) > 1
+
+    def _check_chunks(self) -> None:
+        if self.layers_per_chunk is not None and self.chunks is not None:
+            raise UsageError(
+                f"--num-layers-per-virtual-pipeline-stage {self.layers_per_chunk} and"
+                f" --num-virtual-stages-per-pipeline-rank {self.chunks} say the same in two ways: give one of them."
+            )
+        if self.interleaves and self.pipeline == 1:
+            flag, value = "--num-virtual-stages-per-pipeline-rank", self.chunks
+            if self.layers_per_chunk is not None:
+                flag, value = "--num-layers-per-virtual-pipeline-stage", self.layers_per_chunk
+            raise UsageError(
+                f"{flag} {value} needs several stages: on one there is no bubble that chunks could shrink. Nearest"
+                f" valid: --pipeline-model-parallel-size 2, or leave {flag} out."
+            )
 
     def _check_world(self) -> None:
         if self.world_size % self.model:

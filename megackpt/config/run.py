@@ -66,6 +66,14 @@ class RunConfig:
         return cls(**sections(expand(source.values), world_size))  # type: ignore[arg-type]
 
     @property
+    def chunks(self) -> int:
+        """Chunks (virtual stages) of every pipeline stage."""
+        parallel = self.parallel
+        if parallel.layers_per_chunk is None:
+            return parallel.chunks or 1
+        return self.model.num_layers // (parallel.pipeline * parallel.layers_per_chunk)
+
+    @property
     def micro_batches(self) -> int:
         """Micro-batches of one step on each data-parallel rank."""
         return self.batch.micro_batches(self.parallel.data)
@@ -106,6 +114,20 @@ class RunConfig:
             raise UsageError(
                 f"--num-layers {layers} is fewer than --pipeline-model-parallel-size {stages}: a stage would be"
                 f" empty. Nearest valid: --num-layers {stages} or --pipeline-model-parallel-size {layers}."
+            )
+        per_chunk, chunks = self.parallel.layers_per_chunk, self.parallel.chunks or 1
+        if per_chunk is not None and layers % (stages * per_chunk):
+            raise UsageError(
+                f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide --num-layers {layers} over"
+                f" {stages} stages in chunks of equal size. Nearest valid: --num-layers"
+                f" {nearest_multiples(layers, stages * per_chunk)}, or --num-virtual-stages-per-pipeline-rank"
+                f" {max(1, min(layers, round(layers / per_chunk)) // stages)}, which need not divide."
+            )
+        if layers < stages * chunks:
+            raise UsageError(
+                f"--num-virtual-stages-per-pipeline-rank {chunks} of {stages} stages are {stages * chunks} chunks, but"
+                f" there are only --num-layers {layers}. Nearest valid: --num-virtual-stages-per-pipeline-rank"
+                f" {layers // stages}, or --num-layers {stages * chunks}."
             )
 
     def _check_schedule(self) -> None:

@@ -30,6 +30,23 @@ ROWS: tuple[Flag, ...] = (
         minimum=1,
     ),
     works(
+        "--num-layers-per-virtual-pipeline-stage",
+        PARALLEL,
+        "int",
+        "parallel.layers_per_chunk",
+        "Interleave: every stage has several chunks of this many layers, which shrinks the pipeline's idle time and"
+        " keeps more activations. Any number of micro-batches.",
+        minimum=1,
+    ),
+    works(
+        "--num-virtual-stages-per-pipeline-rank",
+        PARALLEL,
+        "int",
+        "parallel.chunks",
+        "Interleave: chunks per stage. The layers need not divide evenly.",
+        minimum=1,
+    ),
+    works(
         "--sequence-parallel",
         PARALLEL,
         "switch",
@@ -72,19 +89,6 @@ ROWS: tuple[Flag, ...] = (
     ),
     later("--cp-comm-type", PARALLEL, "many", "leave it out.", "p2p"),
     later("--use-distributed-optimizer", PARALLEL, "switch"),
-    later(
-        "--num-layers-per-virtual-pipeline-stage",
-        PARALLEL,
-        "int",
-        "leave it out: stages have one chunk each.",
-    ),
-    later(
-        "--num-virtual-stages-per-pipeline-rank",
-        PARALLEL,
-        "int",
-        "leave it out: stages have one chunk each.",
-        "1",
-    ),
     later("--decoder-first-pipeline-num-layers", PARALLEL, "int"),
     later("--pipeline-model-parallel-layout", PARALLEL, "text"),
     later("--account-for-embedding-in-pipeline-split", PARALLEL, "switch"),

@@ -54,6 +54,8 @@ class ProcessMesh:
     pp_backward: (
         Axis  # ... and for gradients only: sends that cross never wait for each other in one communicator
     )
+    wrap_forward: Axis  # the same once more, from the last stage round to the first: they differ from the two ...
+    wrap_backward: Axis  # ... above only where stages have several chunks
 
     @property
     def world_size(self) -> int:
@@ -73,7 +75,7 @@ class ProcessMesh:
                 f" ranks, but {world_size} processes were started"
             )
         builder = _GroupBuilder(rank, world_size, seam.backend, timedelta(minutes=parallel.timeout_minutes))
-        return _assemble(shape, rank, builder)
+        return _assemble(shape, rank, builder, parallel.interleaves)
 
 
 class _GroupBuilder:
@@ -107,7 +109,7 @@ class _GroupBuilder:
         return Axis(len(ranks), ranks.index(self._rank), ranks, group)
 
 
-def _assemble(shape: MeshShape, rank: int, builder: _GroupBuilder) -> ProcessMesh:
+def _assemble(shape: MeshShape, rank: int, builder: _GroupBuilder, wraps: bool) -> ProcessMesh:
     shared, own = builder.shared, builder.own
     stages = shape.group_of(rank, "pp")
     at_end = rank in (stages[0], stages[-1])
@@ -125,8 +127,10 @@ def _assemble(shape: MeshShape, rank: int, builder: _GroupBuilder) -> ProcessMes
         model=shared(shape.group_of(rank, "tp", "pp")),
         world=shared(tuple(range(shape.world_size))),
         embedding=embedding,
-        pp_forward=own(stages),
-        pp_backward=own(stages),
+        pp_forward=(forward := own(stages)),
+        pp_backward=(backward := own(stages)),
+        wrap_forward=own(stages) if wraps else forward,
+        wrap_backward=own(stages) if wraps else backward,
     )
 
 

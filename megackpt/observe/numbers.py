@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from megackpt.config.run import RunConfig
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.policies import Policy
+from megackpt.plan.split import Split, even_split
 
 
 def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
@@ -35,6 +36,11 @@ def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
         softmax_fp32=m.attention_softmax_in_fp32,
         loss_chunk=m.loss_chunk_size or 0,
     )
+
+
+def split_of(config: RunConfig) -> Split:
+    """The layers of every chunk of every stage of a run."""
+    return even_split(config.model.num_layers, config.parallel.pipeline, config.chunks)
 
 
 def layout_numbers(config: RunConfig, pieces: Sequence[Sequence[range]], device: str) -> Layout:

@@ -3,7 +3,7 @@
 from megackpt.pipeline.boundary import ChunkSpecs, StageResult, TensorSpec
 from megackpt.pipeline.errors import PipelineError
 from megackpt.pipeline.executor import Executor
-from megackpt.pipeline.stages import Piece, chunk_specs, pieces, pieces_of_stage
+from megackpt.pipeline.stages import Piece, chunk_specs, pieces
 from megackpt.pipeline.tape import NoTape, OpenTape, TapeLike
 
 __all__ = [
@@ -18,5 +18,4 @@ __all__ = [
     "TensorSpec",
     "chunk_specs",
     "pieces",
-    "pieces_of_stage",
 ]

@@ -4,7 +4,8 @@
     B   receive the gradients | one autograd call from the edges | close the tape | start to send gradients
 
 At one stage nothing is received or sent and the rest is the same. Forward-only runs the F's without a graph
-or tapes.
+or tapes. Where stages have several chunks, chunk c of the last stage feeds chunk c+1 of the first: the chain of
+stages becomes a ring, and every stage still has one neighbour before it and one after it.
 
 Memory: while a stage computes, none of its sent outputs is alive (`sends_in_flight` = 0; a higher value lets
 that many messages per direction leave during computation, for the price of their bytes), and one received
@@ -38,10 +39,10 @@ from megackpt.pipeline.errors import Progress
 from megackpt.pipeline.p2p import Inbox, Link, Outbox
 from megackpt.pipeline.tape import NoTape, OpenTape, TapeLike
 from megackpt.plan.events import Event
-from megackpt.plan.schedule import Action, Generator, forward_part, one_f_one_b
+from megackpt.plan.schedule import Action, Generator, destination, forward_part, one_f_one_b, source
 
 StageForward = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...] | StageResult]
-"""(chunk, micro_batch, received) -> what to send, or on the last stage the result."""
+"""(chunk, micro_batch, received) -> what to send, or at the end of the model the result."""
 
 DEFAULT_TIMEOUT_S = 600.0
 
@@ -50,9 +51,9 @@ class Executor:
     """One pipeline rank. `run` may be called any number of times, with any number of micro-batches, by all
     ranks alike.
 
-    `specs` has one entry per chunk (one so far: the schedules here have a single chunk). `timeout_s` bounds
-    every single transfer, in seconds. `open_tape(chunk, micro_batch)` gives the tape of a forward; it is
-    closed when the backward of that micro-batch has ended.
+    `specs` has one entry per chunk. `timeout_s` bounds every single transfer, in seconds. `open_tape(chunk,
+    micro_batch)` gives the tape of a forward; it is closed when the backward of that micro-batch has ended.
+    `on_last_backward(chunk)` is called just before the last backward of a chunk in a run starts.
     """
 
     def __init__(
@@ -66,10 +67,11 @@ class Executor:
         device: torch.device | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         sends_in_flight: int = 0,
+        on_last_backward: Callable[[int], None] | None = None,
     ) -> None:
-        if len(specs) != 1:
-            raise ValueError(f"the executor runs one chunk per stage, got specs for {len(specs)}")
-        for end, boundary in ((0, specs[0].received), (mesh.pp.size - 1, specs[0].sent)):
+        if len(specs) > 1 and mesh.pp.size == 1:
+            raise ValueError(f"a single stage has one chunk, got specs for {len(specs)}")
+        for end, boundary in ((0, specs[0].received), (mesh.pp.size - 1, specs[-1].sent)):
             if mesh.pp.index == end and boundary:
                 raise ValueError(f"stage {end} of {mesh.pp.size} has no neighbour beyond its end of the model")
         self.mesh = mesh
@@ -80,6 +82,7 @@ class Executor:
         self.device = device or torch.device("cpu")
         self.timeout_s = timeout_s
         self.sends_in_flight = sends_in_flight
+        self.on_last_backward = on_last_backward
         self._connected = False
         self._unfinished = False
 
@@ -103,9 +106,9 @@ class Executor:
             raise RuntimeError("an earlier run failed and its messages may still be under way: start anew")
         self._unfinished = pp.size > 1
         progress = Progress(self.mesh.rank, pp.index, pp.size)
-        run = _Run(self, progress, forward_only, events)
+        run = _Run(self, progress, actions, forward_only, events)
         try:
-            run.open(actions, connect=not self._connected)
+            run.open(connect=not self._connected)
             self._connected = True
             with torch.set_grad_enabled(not forward_only):
                 for action in actions:
@@ -133,11 +136,20 @@ class _Flight:
 class _Run:
     """The state of one `Executor.run`; empty again when it ends."""
 
-    def __init__(self, owner: Executor, progress: Progress, forward_only: bool, events: list[Event] | None) -> None:
-        self.owner, self.progress, self.forward_only, self.events = owner, progress, forward_only, events
-        self.is_last = owner.mesh.pp.index == owner.mesh.pp.size - 1
+    def __init__(
+        self,
+        owner: Executor,
+        progress: Progress,
+        actions: Sequence[Action],
+        forward_only: bool,
+        events: list[Event] | None,
+    ) -> None:
+        self.owner, self.progress, self.actions = owner, progress, actions
+        self.forward_only, self.events = forward_only, events
+        self.last_backwards = set({a.chunk: a for a in actions if a.kind == "B"}.values())
         self.reports: dict[int, dict[str, Tensor]] = {}
         self.flights: dict[tuple[int, int], _Flight] = {}
+        self.expected: dict[str, list[tuple[Action, Boundary]]] = {}
         self.inboxes: dict[str, Inbox] = {}
         self.outboxes: dict[str, Outbox] = {}
         self.wait_s = 0.0
@@ -145,29 +157,40 @@ class _Run:
 
     # -- exchange --------------------------------------------------------------------------------------
 
-    def open(self, actions: Sequence[Action], connect: bool) -> None:
-        """Links to both neighbours, and the first receive of each direction posted."""
-        mesh = self.owner.mesh
-        before, after = mesh.pp.index - 1, mesh.pp.index + 1
+    def open(self, connect: bool) -> None:
+        """Links to the neighbours that messages come from or go to, and the first receive of each kind posted."""
         incoming, outgoing = {}, {}
-        if before >= 0:
-            incoming["F"] = self._link("F", before)
-            outgoing["B"] = self._link("B", before)
-        if after < mesh.pp.size:
-            outgoing["F"] = self._link("F", after)
-            incoming["B"] = self._link("B", after)
+        for kind in ("F", "B"):
+            mine = [action for action in self.actions if action.kind == kind]
+            messages = [(action, self._expected(action)) for action in mine if self._source(action) is not None]
+            if messages:
+                incoming[kind] = self._link(kind, 1 if kind == "B" else -1)
+                self.expected[kind] = messages
+            if any(self._destination(action) is not None for action in mine):
+                outgoing[kind] = self._link(kind, -1 if kind == "B" else 1)
         if connect:
-            for kind in ("F", "B"):
-                _connect(self.progress, incoming.get(kind), outgoing.get(kind))
+            _connect(self.progress, incoming, outgoing)
         self.outboxes = {kind: Outbox(link) for kind, link in outgoing.items()}
-        for kind, link in incoming.items():
-            messages = [(action, self._expected(action)) for action in actions if action.kind == kind]
-            self.inboxes[kind] = Inbox(link, messages)
+        self.inboxes = {kind: Inbox(link, self.expected[kind]) for kind, link in incoming.items()}
 
-    def _link(self, kind: str, peer: int) -> Link:
+    def _source(self, action: Action) -> tuple[int, Action] | None:
+        pp = self.owner.mesh.pp
+        return source(action, pp.index, pp.size, len(self.owner.specs))
+
+    def _destination(self, action: Action) -> tuple[int, Action] | None:
+        pp = self.owner.mesh.pp
+        return destination(action, pp.index, pp.size, len(self.owner.specs))
+
+    def _link(self, kind: str, step: int) -> Link:
+        """To the neighbour `step` stages on, round the ring."""
         mesh, owner = self.owner.mesh, self.owner
-        axis = mesh.pp_forward if kind == "F" else mesh.pp_backward
-        return Link(axis, peer, owner.device, owner.timeout_s, self.progress)
+        peer = mesh.pp.index + step
+        wraps = not 0 <= peer < mesh.pp.size
+        if kind == "F":
+            axis = mesh.wrap_forward if wraps else mesh.pp_forward
+        else:
+            axis = mesh.wrap_backward if wraps else mesh.pp_backward
+        return Link(axis, peer % mesh.pp.size, owner.device, owner.timeout_s, self.progress, wraps=wraps)
 
     def _expected(self, action: Action) -> Boundary:
         specs = self.owner.specs[action.chunk]
@@ -176,8 +199,8 @@ class _Run:
     def receive(self, action: Action) -> tuple[Tensor, ...]:
         """The message of `action` (() if none comes), and this rank's own earlier messages off its hands."""
         start = time.perf_counter()
-        inbox = self.inboxes.get(action.kind)
-        tensors = inbox.receive(action) if inbox else ()
+        comes = self._source(action) is not None
+        tensors = self.inboxes[action.kind].receive(action) if comes else ()
         for outbox in self.outboxes.values():
             outbox.settle(self.owner.sends_in_flight)
         self.wait_s = time.perf_counter() - start
@@ -185,9 +208,8 @@ class _Run:
         return tensors
 
     def send(self, action: Action, tensors: Sequence[Tensor]) -> None:
-        outbox = self.outboxes.get(action.kind)
-        if outbox:
-            outbox.send(action, tensors)
+        if self._destination(action) is not None:
+            self.outboxes[action.kind].send(action, tensors)
             self.sent_bytes = sum(tensor.nbytes for tensor in tensors)
 
     # -- actions ---------------------------------------------------------------------------------------
@@ -242,7 +264,7 @@ class _Run:
         return result
 
     def _check(self, action: Action, result: object) -> None:
-        if not self.is_last:
+        if self._destination(action) is not None:
             check_outputs(result, self.owner.specs[action.chunk].sent)
         elif not isinstance(result, StageResult):
             raise TypeError(f"the last stage's forward returns a StageResult, got {type(result).__name__}")
@@ -252,6 +274,8 @@ class _Run:
     def backward(self, action: Action) -> None:
         gradients: Sequence[Tensor] = self.receive(action)
         self.progress.enter("compute", action)
+        if action in self.last_backwards and self.owner.on_last_backward is not None:
+            self.owner.on_last_backward(action.chunk)
         flight = self.flights.pop((action.micro_batch, action.chunk))
         if flight.seed is not None:
             gradients = (flight.seed,)
@@ -285,16 +309,19 @@ class _Run:
 _METHODS: dict[str, Callable[[_Run, Action], None]] = {"F": _Run.forward, "B": _Run.backward}
 
 
-def _connect(progress: Progress, incoming: Link | None, outgoing: Link | None) -> None:
-    """Pass one byte along a direction: NCCL makes the communicator of a pair at its first message, and both
-    ends wait.
+def _connect(progress: Progress, incoming: dict[str, Link], outgoing: dict[str, Link]) -> None:
+    """Pass one byte along every link: NCCL makes the communicator of a pair at its first message, and both ends
+    wait.
 
-    Later a receive is posted long before its message can exist; the first one must not be. gloo is connected
-    already.
+    Later a receive is posted long before its message can exist; the first one must not be. The links that close
+    the ring come last, so that each chain has an end to begin at. gloo is connected already.
     """
-    for verb, link in (("recv", incoming), ("send", outgoing)):
-        if link is None or not link.stream_ordered:
-            continue
-        progress.enter(verb, None, link.peer_rank)
-        byte = torch.zeros(1, dtype=torch.uint8, device=link.device)
-        link.wait(verb, None, [link.irecv(byte) if verb == "recv" else link.isend(byte)])
+    for wraps in (False, True):
+        for kind in ("F", "B"):
+            for verb, links in (("recv", incoming), ("send", outgoing)):
+                link = links.get(kind)
+                if link is None or link.wraps != wraps or not link.stream_ordered:
+                    continue
+                progress.enter(verb, None, link.peer_rank)
+                byte = torch.zeros(1, dtype=torch.uint8, device=link.device)
+                link.wait(verb, None, [link.irecv(byte) if verb == "recv" else link.isend(byte)])

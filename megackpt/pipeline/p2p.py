@@ -31,14 +31,25 @@ _POLL_S = 0.001
 
 
 class Link:
-    """One direction between this rank and one neighbour (`peer` is its index on the axis)."""
+    """One direction between this rank and one neighbour (`peer` is its index on the axis). `wraps`: it is the one
+    that closes the ring of stages.
+    """
 
-    def __init__(self, axis: Axis, peer: int, device: torch.device, timeout_s: float, progress: Progress) -> None:
+    def __init__(
+        self,
+        axis: Axis,
+        peer: int,
+        device: torch.device,
+        timeout_s: float,
+        progress: Progress,
+        *,
+        wraps: bool = False,
+    ) -> None:
         if axis.group is None:
             raise ValueError("a link needs a group; an axis of size 1 has none")
         self.group, self.peer, self.peer_rank = axis.group, peer, axis.ranks[peer]
         self.stream_ordered = dist.get_backend(axis.group) == "nccl"
-        self.device = device
+        self.device, self.wraps = device, wraps
         self.carrier = device if self.stream_ordered else torch.device("cpu")  # gloo moves host memory only
         self.progress = progress
         self._limit = timedelta(seconds=timeout_s)

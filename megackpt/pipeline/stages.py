@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megackpt.pipeline.boundary import Boundary, ChunkSpecs
-from megackpt.plan.split import split_layers
+from megackpt.plan.split import Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,16 +27,18 @@ class Piece:
     is_last: bool  # owns the final norm, the head and the loss
 
 
-def pieces(num_layers: int, stages: int, chunks: int = 1) -> list[Piece]:
-    """All pieces in model order; every layer is in exactly one. ValueError if one would have no layer."""
-    ranges = split_layers(num_layers, stages * chunks)
-    last = len(ranges) - 1
-    return [Piece(k % stages, k // stages, layers, k == 0, k == last) for k, layers in enumerate(ranges)]
-
-
-def pieces_of_stage(num_layers: int, stages: int, stage: int, chunks: int = 1) -> list[Piece]:
-    """The pieces of one stage, by chunk."""
-    return [piece for piece in pieces(num_layers, stages, chunks) if piece.stage == stage]
+def pieces(split: Split) -> tuple[tuple[Piece, ...], ...]:
+    """All pieces by [stage][chunk]; the first one has the model's beginning, the last one its end."""
+    stages, chunks = len(split), len(split[0])
+    return tuple(
+        tuple(
+            Piece(
+                stage, chunk, layers, stage == chunk == 0, (stage, chunk) == (stages - 1, chunks - 1)
+            )
+            for chunk, layers in enumerate(row)
+        )
+        for stage, row in enumerate(split)
+    )
 
 
 def chunk_specs(piece: Piece, boundary: Boundary) -> ChunkSpecs:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from megackpt.plan.split import split_layers
+from megackpt.plan.split import Split, even_split
 
 POSITIONS = ("learned_absolute", "rope", "none")
 NORMS = ("LayerNorm", "RMSNorm")
@@ -83,14 +83,11 @@ class ModelNumbers:
         return ModelNumbers(**data)
 
 
-Pieces = tuple[tuple[range, ...], ...]
-
-
 @dataclass(frozen=True)
 class Layout:
     """Who holds what: sizes of the axes, micro-batches, precision, and the layers by [stage][chunk]."""
 
-    pieces: Pieces
+    pieces: Split
     t: int = 1
     c: int = 1
     d: int = 1
@@ -127,8 +124,7 @@ class Layout:
     @staticmethod
     def even(layers: int, p: int = 1, v: int = 1, **rest: Any) -> Layout:
         """Layers divided as the trainer divides them."""
-        ranges = split_layers(layers, p * v)
-        return Layout(tuple(tuple(ranges[chunk * p + stage] for chunk in range(v)) for stage in range(p)), **rest)
+        return Layout(even_split(layers, p, v), **rest)
 
     @staticmethod
     def of_counts(counts: Sequence[Sequence[int]], **rest: Any) -> Layout:

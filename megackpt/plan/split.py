@@ -9,9 +9,26 @@ the vocabulary::
                                             L = 29   7  7  8  7
     stage      0    1    2    3             L = 30   7  8  8  7
     order      3.   2.   1.   never         L = 31   8  8  8  7
+
+A split is a value: ranges of global layers by [stage][chunk]. Piece c*p + i of the model is chunk c of stage i.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+Split = tuple[tuple[range, ...], ...]
+"""Layers by [stage][chunk]."""
+
+
+def even_split(num_layers: int, stages: int, chunks: int = 1) -> Split:
+    """Layers of equally large pieces, the remainder in the middle of the model. ValueError as `split_layers`."""
+    return by_stage(split_layers(num_layers, stages * chunks), stages)
+
+
+def by_stage(ranges: Sequence[range], stages: int) -> Split:
+    """Ranges in the order of the model, dealt to the stages in turn."""
+    return tuple(tuple(ranges[stage::stages]) for stage in range(stages))
 
 
 def split_layers(num_layers: int, stages: int) -> list[range]:

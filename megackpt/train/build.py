@@ -7,6 +7,7 @@ is mine (pipeline, model), what is kept of its forward (plan), who updates it (o
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,13 +23,14 @@ from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, records
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.model import GPTChunk, build_chunk, compile_steps
-from megackpt.observe.numbers import policy_of
+from megackpt.observe.numbers import policy_of, split_of
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.lr_schedule import LearningRate
 from megackpt.optim.master import MasterOptimizer
 from megackpt.pipeline.stages import Piece, pieces
 from megackpt.plan import ChunkPlan, Plan, plan_for
 from megackpt.plan.decision import OFFLOAD_DISK, OFFLOAD_HOST, SHARD
+from megackpt.plan.split import Split
 from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK, whole_outputs
 from megackpt.precision.policy import Precision
 from megackpt.recompute import KeptBytes, RngLedger
@@ -40,15 +42,16 @@ from megackpt.train.agree import agree, together
 
 @dataclass(frozen=True)
 class Trainer:
-    """Everything one rank needs to train, built and wired."""
+    """Everything one rank needs to train, built and wired.  ``pieces`` and ``chunks`` are this stage's, by chunk;
+    ``parameters`` are those of all its chunks."""
 
     config: RunConfig
     seam: DeviceSeam
     mesh: ProcessMesh
     precision: Precision
     ledger: RngLedger
-    piece: Piece
-    chunk: GPTChunk
+    pieces: tuple[Piece, ...]
+    chunks: tuple[GPTChunk, ...]
     parameters: list[tuple[torch.nn.Parameter, ParameterRecord]]
     plan: Plan
     tiers: dict[str, Tier]
@@ -78,13 +81,14 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         device=seam.device,
         seed=config.train.seed,
     )
-    cut = pieces(config.model.num_layers, mesh.pp.size)
-    piece = cut[mesh.pp.index]
-    chunk = build_chunk(config.model, tp, vocab, piece.layers, first=piece.is_first, last=piece.is_last)
+    split = split_of(config)
+    own = pieces(split)[mesh.pp.index]
+    chunks = tuple(build_chunk(config.model, tp, vocab, p.layers, first=p.is_first, last=p.is_last) for p in own)
     if config.model.compile:
-        compile_steps(chunk)
-    parameters = records(chunk.named_parameters())
-    plan = together(lambda: build_plan(config, cut))
+        for chunk in chunks:
+            compile_steps(chunk)
+    parameters = [pair for chunk in chunks for pair in records(chunk.named_parameters())]
+    plan = together(lambda: build_plan(config, split))
     agree(plan.digest(), "recompute plan")
 
     buffer.attach(parameters, precision.main_grad_dtype)
@@ -94,11 +98,11 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         mesh=mesh,
         precision=precision,
         ledger=ledger,
-        piece=piece,
-        chunk=chunk,
+        pieces=own,
+        chunks=chunks,
         parameters=parameters,
         plan=plan,
-        tiers=build_tiers(plan.chunk(mesh.pp.index), tp),
+        tiers=build_tiers(plan.stages[mesh.pp.index], tp),
         account=KeptBytes(),
         buffer=buffer,
         optimizer=MasterOptimizer(buffer, config.optimizer),
@@ -124,18 +128,18 @@ def build_vocabulary(config: RunConfig) -> tuple[Tokenizer | None, int]:
     return tokenizer, asked
 
 
-def build_plan(config: RunConfig, cut: list[Piece]) -> Plan:
-    """The plan of the recompute flags for the model as it is cut, or the one in ``--recompute-plan``."""
+def build_plan(config: RunConfig, split: Split) -> Plan:
+    """The plan of the recompute flags for the model as it is split, or the one in ``--recompute-plan``."""
     if config.recompute.plan_file is not None:
-        plan = read_plan(config.recompute.plan_file, cut)
+        plan = read_plan(config.recompute.plan_file, split)
         if config.parallel.tensor > 1:
             check_shards(config.recompute.plan_file, plan, config.parallel.sequence_parallel)
         return plan
-    return plan_for([[piece.layers] for piece in cut], policy_of(config))
+    return plan_for(split, policy_of(config))
 
 
-def read_plan(path: str, cut: list[Piece]) -> Plan:
-    """A stored plan; UsageError unless it is one for the model as it is cut."""
+def read_plan(path: str, split: Split) -> Plan:
+    """A stored plan; UsageError unless it is one for the model as it is split."""
     try:
         text = Path(path).read_text()
     except OSError as error:
@@ -144,17 +148,22 @@ def read_plan(path: str, cut: list[Piece]) -> Plan:
         plan = Plan.from_json(json.loads(text))
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--recompute-plan {path}: not a plan of this version ({error})") from error
-    if len(plan.stages) != len(cut):
-        raise UsageError(f"--recompute-plan {path} is for {len(plan.stages)} stages, this run has {len(cut)}")
-    for piece, stage in zip(cut, plan.stages, strict=True):
-        named = {int(a.removeprefix("layers.")) for a in stage[0].save_sets if a.startswith("layers.")}
-        if len(stage) != 1 or named != set(piece.layers):
+    if len(plan.stages) != len(split):
+        raise UsageError(f"--recompute-plan {path} is for {len(plan.stages)} stages, this run has {len(split)}")
+    for stage, (row, chunks) in enumerate(zip(split, plan.stages, strict=True)):
+        named = [sorted(int(a.removeprefix("layers.")) for a in c.save_sets if a.startswith("layers.")) for c in chunks]
+        here = [list(layers) for layers in row]
+        if named != here:
             raise UsageError(
-                f"--recompute-plan {path}: stage {piece.stage} has layers {sorted(named)} there and"
-                f" {list(piece.layers)} here"
+                f"--recompute-plan {path}: stage {stage} has layers {_by_chunk(named)} there and {_by_chunk(here)} here"
             )
-        _check_names(path, stage[0])
+        for chunk in chunks:
+            _check_names(path, chunk)
     return plan
+
+
+def _by_chunk(layers: list[list[int]]) -> str:
+    return " | ".join(str(chunk) for chunk in layers)
 
 
 def _check_names(path: str, plan: ChunkPlan) -> None:
@@ -183,9 +192,9 @@ def check_shards(path: str, plan: Plan, sequence_parallel: bool) -> None:
                 )
 
 
-def build_tiers(plan: ChunkPlan, tp: TensorParallel) -> dict[str, Tier]:
-    """The places that the plan of this rank's chunk asks for."""
-    choices = plan.choices()
+def build_tiers(plans: Sequence[ChunkPlan], tp: TensorParallel) -> dict[str, Tier]:
+    """The places that the plans of this rank's chunks ask for."""
+    choices = {choice for plan in plans for choice in plan.choices()}
     tiers: dict[str, Tier] = {}
     if SHARD in choices:
         tiers[SHARD] = ShardTier(tp.axis.index, tp.axis.size, partial(gather_flat, axis=tp.axis))

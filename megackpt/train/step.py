@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from megackpt.optim.norm import clip_, gradient_statistics, params_norm
 from megackpt.pipeline.boundary import StageResult, TensorSpec
 from megackpt.pipeline.executor import Executor
 from megackpt.pipeline.stages import chunk_specs
+from megackpt.plan.schedule import interleaved
 from megackpt.recompute import Tape
 from megackpt.train.build import Trainer
 
@@ -48,7 +50,7 @@ class Stepper:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
-        config, piece = trainer.config, trainer.piece
+        config = trainer.config
         self.nominal_tokens = config.batch.global_batch_size * config.model.seq_length
         self.count_bytes = False
         self._batches: Iterator[Batch] = iter(())
@@ -59,7 +61,8 @@ class Stepper:
         self.executor = Executor(
             trainer.mesh,
             self._forward,
-            [chunk_specs(piece, (TensorSpec(shape, trainer.precision.params_dtype),))],
+            [chunk_specs(piece, (TensorSpec(shape, trainer.precision.params_dtype),)) for piece in trainer.pieces],
+            schedule=partial(interleaved, chunks=len(trainer.chunks)),
             open_tape=self._open_tape,
             device=trainer.seam.device,
             timeout_s=config.parallel.timeout_minutes * 60,
@@ -77,7 +80,7 @@ class Stepper:
     def _forward(
         self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...] | StageResult:
-        piece, model = self.trainer.piece, self.trainer.chunk
+        piece, model = self.trainer.pieces[chunk], self.trainer.chunks[chunk]
         batch = self._next_batch() if piece.is_first or piece.is_last else {}
         x = batch["tokens"] if piece.is_first else received[0]
         if not piece.is_last:
@@ -100,7 +103,7 @@ class Stepper:
         """Gradients of one global batch in the buffer, summed over micro-batches and ranks and divided by the number
         of tokens.  Returns the sum of the losses and that number."""
         trainer = self.trainer
-        trainer.chunk.train()
+        self._training(True)
         trainer.buffer.zero_()
         total, tokens = self._run(batches, trainer.config.micro_batches, forward_only=False)
         scale = self.nominal_tokens / tokens if tokens else 0.0
@@ -137,13 +140,17 @@ class Stepper:
     def evaluate(self, batches: MicroBatchLoader, iterations: int) -> float:
         """Mean loss per token over ``iterations`` global batches.  Draws nothing: training goes on unchanged."""
         trainer = self.trainer
-        trainer.chunk.eval()
+        self._training(False)
         total, tokens = 0.0, 0
         for _ in range(iterations):
             one, count = self._run(batches, trainer.config.micro_batches, forward_only=True)
             total, tokens = total + one, tokens + count
-        trainer.chunk.train()
+        self._training(True)
         return total / tokens if tokens else 0.0
+
+    def _training(self, on: bool) -> None:
+        for chunk in self.trainer.chunks:
+            chunk.train(on)
 
     def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
         self._batches = batches

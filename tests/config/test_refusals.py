@@ -141,6 +141,44 @@ TABLE = [
         "--num-layers 4 is fewer than --pipeline-model-parallel-size 5: a stage would be empty. Nearest valid:"
         " --num-layers 5 or --pipeline-model-parallel-size 4.",
     ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 3",
+        2,
+        "--num-layers-per-virtual-pipeline-stage 3 does not divide --num-layers 4 over 2 stages in chunks of equal"
+        " size. Nearest valid: --num-layers 6, or --num-virtual-stages-per-pipeline-rank 1, which need not divide.",
+    ),
+    (
+        "--num-layers",
+        "--num-layers 11 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+        2,
+        "--num-layers-per-virtual-pipeline-stage 2 does not divide --num-layers 11 over 2 stages in chunks of equal"
+        " size. Nearest valid: --num-layers 8 or 12, or --num-virtual-stages-per-pipeline-rank 3, which need not"
+        " divide.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+        2,
+        "--num-virtual-stages-per-pipeline-rank 3 of 2 stages are 6 chunks, but there are only --num-layers 4. Nearest"
+        " valid: --num-virtual-stages-per-pipeline-rank 2, or --num-layers 6.",
+    ),
+    (
+        "",
+        "--num-virtual-stages-per-pipeline-rank 2",
+        1,
+        "--num-virtual-stages-per-pipeline-rank 2 needs several stages: on one there is no bubble that chunks could"
+        " shrink. Nearest valid: --pipeline-model-parallel-size 2, or leave --num-virtual-stages-per-pipeline-rank"
+        " out.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+        " --num-layers-per-virtual-pipeline-stage 1",
+        2,
+        "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 say the same in two"
+        " ways: give one of them.",
+    ),
     ("", "--distributed-timeout-minutes 0", 1, "--distributed-timeout-minutes must be above 0; got 0.0."),
     ("", "--distributed-backend mpi", 1, "--distributed-backend takes nccl or gloo; got 'mpi'."),
     ("", "--device tpu", 1, "--device takes cpu or cuda; got 'tpu'."),

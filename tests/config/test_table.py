@@ -30,6 +30,7 @@ _WORKS = """
 --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler --decoupled-lr
 --tensor-model-parallel-size --pipeline-model-parallel-size --sequence-parallel --distributed-backend
 --distributed-timeout-minutes
+--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
 --recompute-granularity --recompute-method --recompute-num-layers --recompute-activations --recompute-modules
 --checkpoint-activations --checkpoint-num-layers --activations-checkpoint-method
 --save --load --save-interval --no-load-optim --no-load-rng --no-save-optim --no-save-rng

@@ -19,6 +19,7 @@ from megackpt.mesh.rendezvous import init_process_group, shutdown
 from tests.pool import run_distributed
 
 AXES = ("tp", "cp", "dp", "pp", "model", "world", "embedding", "pp_forward", "pp_backward")
+TRANSFERS = ("pp_forward", "pp_backward", "wrap_forward", "wrap_backward")
 
 
 def _make(tensor: int, pipeline: int, world_size: int) -> ProcessMesh:
@@ -96,6 +97,21 @@ def _wrong_size(rank: int, world_size: int) -> str:
     with pytest.raises(ValueError, match="has 4 ranks, but 2 processes were started") as refusal:
         _make(2, 2, 4)
     return str(refusal.value)
+
+
+def _transfer_groups(rank: int, world_size: int, chunks: int | None, layers: int | None) -> list[int]:
+    parallel = ParallelConfig(pipeline=world_size, world_size=world_size, chunks=chunks, layers_per_chunk=layers)
+    mesh = ProcessMesh.create(parallel, DeviceSeam.create("cpu"))
+    groups = [getattr(mesh, name).group for name in TRANSFERS]
+    assert all(getattr(mesh, name).ranks == mesh.pp.ranks for name in TRANSFERS)
+    return [groups.index(group) for group in groups]
+
+
+@pytest.mark.parametrize(("chunks", "layers", "kinds"), [(None, None, 2), (1, None, 2), (3, None, 4), (None, 2, 4)])
+def test_messages_round_the_ring_have_groups_of_their_own(chunks: int | None, layers: int | None, kinds: int) -> None:
+    """On two stages F messages go both ways once stages have several chunks: four kinds, none behind another."""
+    for found in run_distributed(_transfer_groups, 2, chunks, layers):
+        assert found == ([0, 1, 2, 3] if kinds == 4 else [0, 1, 0, 1])
 
 
 def test_a_world_of_another_size_is_refused() -> None:

@@ -8,21 +8,22 @@ from torch import Tensor, nn
 from megackpt.config.parallel import ParallelConfig
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.process_mesh import ProcessMesh
-from megackpt.pipeline import ChunkSpecs, StageResult, TensorSpec
-from megackpt.plan.split import split_layers
+from megackpt.pipeline import ChunkSpecs, StageResult, TensorSpec, chunk_specs, pieces
+from megackpt.plan.split import even_split
 
 ROWS, WIDTH, LAYERS = 3, 5, 6
 SPEC = TensorSpec((ROWS, WIDTH), torch.float64)
 
 
-def pipeline_mesh(stages: int) -> ProcessMesh:
+def pipeline_mesh(stages: int, chunks: int = 1) -> ProcessMesh:
     return ProcessMesh.create(
-        ParallelConfig(pipeline=stages, world_size=stages), DeviceSeam("cpu", torch.device("cpu"), "gloo")
+        ParallelConfig(pipeline=stages, world_size=stages, chunks=chunks),
+        DeviceSeam("cpu", torch.device("cpu"), "gloo"),
     )
 
 
-def boundary_specs(stage: int, stages: int, boundary: tuple[TensorSpec, ...]) -> list[ChunkSpecs]:
-    return [ChunkSpecs(boundary if stage > 0 else (), boundary if stage < stages - 1 else ())]
+def boundary_specs(stage: int, stages: int, boundary: tuple[TensorSpec, ...], chunks: int = 1) -> list[ChunkSpecs]:
+    return [chunk_specs(piece, boundary) for piece in pieces(even_split(stages * chunks, stages, chunks))[stage]]
 
 
 def layer(index: int) -> nn.Linear:
@@ -42,16 +43,18 @@ def batch(micro_batch: int) -> Tensor:
 class Stage(nn.Module):
     """Layers of one stage; called as the executor calls."""
 
-    def __init__(self, stage: int, stages: int, micro_batches: int) -> None:
+    def __init__(self, stage: int, stages: int, micro_batches: int, chunks: int = 1, layers: int = LAYERS) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({str(i): layer(i) for i in split_layers(LAYERS, stages)[stage]})
-        self.is_first, self.is_last, self.micro_batches = stage == 0, stage == stages - 1, micro_batches
+        self.pieces = pieces(even_split(layers, stages, chunks))[stage]
+        self.layers = nn.ModuleDict({str(i): layer(i) for piece in self.pieces for i in piece.layers})
+        self.micro_batches = micro_batches
 
     def forward(self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...] | StageResult:
-        (x,) = (batch(micro_batch),) if self.is_first else received
-        for block in self.layers.values():
-            x = x + torch.tanh(block(x))
-        if not self.is_last:
+        piece = self.pieces[chunk]
+        (x,) = (batch(micro_batch),) if piece.is_first else received
+        for index in piece.layers:
+            x = x + torch.tanh(self.layers[str(index)](x))
+        if not piece.is_last:
             return (x,)
         loss = x.square().mean()
         return StageResult(loss / self.micro_batches, {"loss": loss})
@@ -60,9 +63,9 @@ class Stage(nn.Module):
         return {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
 
 
-def by_hand(micro_batches: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+def by_hand(micro_batches: int, layers: int = LAYERS) -> tuple[list[Tensor], dict[str, Tensor]]:
     """Losses and gradients of the whole chain, without any executor."""
-    whole = Stage(0, 1, micro_batches)
+    whole = Stage(0, 1, micro_batches, layers=layers)
     losses = []
     for m in range(micro_batches):
         result = whole(0, m, ())

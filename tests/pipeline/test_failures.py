@@ -182,7 +182,7 @@ def test_misuse_is_refused() -> None:
     assert texts[2] == "no method runs actions of kind W"
     assert "at least 1 micro-batch, got 0" in texts[3]
     assert texts[4] == "stage 0 of 1 has no neighbour beyond its end of the model"
-    assert texts[5] == "the executor runs one chunk per stage, got specs for 2"
+    assert texts[5] == "a single stage has one chunk, got specs for 2"
 
 
 def test_a_tensor_that_cannot_have_a_gradient_is_refused_in_a_boundary() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megackpt.pipeline import ChunkSpecs, Piece, TensorSpec, chunk_specs, pieces, pieces_of_stage
+from megackpt.pipeline import ChunkSpecs, Piece, TensorSpec, chunk_specs, pieces
+from megackpt.plan.split import even_split
 
 
 def test_every_layer_is_in_one_piece_or_the_cut_is_refused() -> None:
@@ -14,34 +15,33 @@ def test_every_layer_is_in_one_piece_or_the_cut_is_refused() -> None:
             for chunks in range(1, 4):
                 if num_layers < stages * chunks:
                     with pytest.raises(ValueError, match="cannot fill"):
-                        pieces(num_layers, stages, chunks)
+                        even_split(num_layers, stages, chunks)
                     continue
-                cut = pieces(num_layers, stages, chunks)
+                by_stage = pieces(even_split(num_layers, stages, chunks))
+                assert [[(p.stage, p.chunk) for p in own] for own in by_stage] == [
+                    [(stage, chunk) for chunk in range(chunks)] for stage in range(stages)
+                ]
+                cut = [by_stage[k % stages][k // stages] for k in range(stages * chunks)]
                 assert [layer for piece in cut for layer in piece.layers] == list(range(num_layers))
                 assert [(piece.is_first, piece.is_last) for piece in cut] == [
                     (k == 0, k == len(cut) - 1) for k in range(len(cut))
                 ]
-                by_stage = [pieces_of_stage(num_layers, stages, stage, chunks) for stage in range(stages)]
-                assert sorted((p for own in by_stage for p in own), key=lambda p: p.layers.start) == cut
-                assert all([p.chunk for p in own] == list(range(chunks)) for own in by_stage)
 
 
 def test_the_table_of_the_module() -> None:
-    assert pieces(6, 2, 2) == [
-        Piece(0, 0, range(0, 1), True, False),
-        Piece(1, 0, range(1, 3), False, False),
-        Piece(0, 1, range(3, 5), False, False),
-        Piece(1, 1, range(5, 6), False, True),
-    ]
+    assert pieces(even_split(6, 2, 2)) == (
+        (Piece(0, 0, range(0, 1), True, False), Piece(0, 1, range(3, 5), False, False)),
+        (Piece(1, 0, range(1, 3), False, False), Piece(1, 1, range(5, 6), False, True)),
+    )
 
 
 def test_the_ends_of_the_model_have_no_boundary() -> None:
     boundary = (TensorSpec((2, 3), torch.float32),)
-    first, middle, last = (chunk_specs(piece, boundary) for piece in pieces(3, 3))
+    first, middle, last = (chunk_specs(piece, boundary) for (piece,) in pieces(even_split(3, 3)))
     assert (first, middle, last) == (
         ChunkSpecs((), boundary),
         ChunkSpecs(boundary, boundary),
         ChunkSpecs(boundary, ()),
     )
-    assert chunk_specs(pieces(3, 1)[0], boundary) == ChunkSpecs((), ())
+    assert chunk_specs(pieces(even_split(3, 1))[0][0], boundary) == ChunkSpecs((), ())
     assert boundary[0].nbytes == 24

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megackpt.observe.memory_tracker import MemoryTracker
-from megackpt.observe.numbers import model_numbers
+from megackpt.observe.numbers import model_numbers, split_of
 from megackpt.plan.numbers import Layout as PlanLayout
 from megackpt.plan.predict import StagePrediction, predict
 from megackpt.train.build import Trainer
@@ -49,9 +49,8 @@ class PatientTracker(MemoryTracker):
 
 def layout_of(trainer: Trainer) -> PlanLayout:
     config, shape = trainer.config, trainer.mesh.shape
-    return PlanLayout.even(
-        config.model.num_layers,
-        shape.pp,
+    return PlanLayout(
+        split_of(config),
         t=shape.tp,
         c=shape.cp,
         d=shape.dp,

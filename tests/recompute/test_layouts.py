@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import megackpt.train.step
-from megackpt.pipeline.stages import pieces
+from megackpt.observe.numbers import split_of
 from megackpt.pipeline.tape import NoTape
 from megackpt.plan import Policy, plan_for
 from megackpt.recompute import MaskSource
@@ -60,7 +60,7 @@ def every_policy(rank: int, world_size: int, flags: Flags, layout: Layout) -> di
     with mock.patch.object(megackpt.train.step, "Tape", lambda *args, **kwargs: NoTape(0, 0)):
         plain = one_step(trainer, Stepper(trainer))
     assert all(position > 0 for position in plain.streams.values()) or layout.sp  # the run drew
-    cut = [[piece.layers] for piece in pieces(trainer.config.model.num_layers, layout.pp)]
+    cut = split_of(trainer.config)
     found = {}
     for name, details in POLICIES.items():
         planned = replace(trainer, plan=plan_for(cut, Policy(**details)))

@@ -107,8 +107,8 @@ def _positions_unused(
 ) -> Distance | None:
     trainer = built(flags, layout)
     if without_positions:
-        assert trainer.chunk.embedding is not None
-        trainer.chunk.embedding.position = None  # type: ignore[assignment]  # the weight stays among the parameters, and no forward uses it
+        assert trainer.chunks[0].embedding is not None
+        trainer.chunks[0].embedding.position = None  # type: ignore[assignment]  # the weight stays among the parameters, and no forward uses it
     trace = steps(trainer, 3, gradients_of=3)
     if world_size == 1:
         trace.save(path)

@@ -80,7 +80,7 @@ def _two_schedule_calls(rank: int, world_size: int, path: Path) -> Distance:
     """The step's four micro-batches in two calls of two, into one gradient."""
     trainer = built(FP64, Layout(pp=2))
     stepper = Stepper(trainer)
-    trainer.chunk.train()
+    trainer.chunks[0].train()
     trainer.buffer.zero_()
     with loader(trainer, trainer.datasets.train, 0) as batches:
         total = sum(stepper._run(batches, 2, forward_only=False)[0] for _ in range(2))
