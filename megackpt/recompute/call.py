@@ -51,6 +51,9 @@ class Input:
             tensor = self.kept.get()
         else:
             assert self.box is not None and self.box.value is not None
+            lane = self.cell.producer.lane
+            if lane is not None:
+                lane.join(self.box.value)
             tensor = self.box.value.as_strided(*self.geometry)
         return tensor.detach().requires_grad_(self.requires_grad)
 

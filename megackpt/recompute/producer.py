@@ -7,15 +7,17 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 from megackpt.recompute.handle import Box, Cell
+from megackpt.recompute.lanes import Lane
 
 
 class Producer(ABC):
     """What a cell asks.  It is alive exactly as long as something can still ask it, and holds no handle strongly."""
 
-    __slots__ = ("where", "cells", "__weakref__")
+    __slots__ = ("where", "cells", "lane", "__weakref__")
 
     def __init__(self, where: str) -> None:
         self.where = where
+        self.lane: Lane | None = None  # the stream it works on; None on a CPU
         self.cells: dict[int, weakref.ref[Cell]] = {}
 
     @abstractmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +25,7 @@ from megackpt.recompute.watch import Watch
 if TYPE_CHECKING:
     from megackpt.recompute.tape import Tape
 
+_NOTHING = nullcontext()
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -64,8 +66,9 @@ class Record(Producer):
     def ahead(self) -> None:
         """Launch a two-phase step whose inputs are there and whose result will be asked for."""
         if self.launched is None and isinstance(self.call.fn, TwoPhase) and not self.missing() and self.wanted():
-            args, _ = self.call.arguments()
-            self.launched = (self.call.fn.launch(*args),)
+            with _NOTHING if self.lane is None else self.lane:
+                args, _ = self.call.arguments()
+                self.launched = (self.call.fn.launch(*args),)
 
     def rebuild(self) -> None:
         """Run the step once more."""
@@ -217,25 +220,38 @@ def demand(producer: Producer) -> None:
             work += missing
             continue
         work.pop()
-        current.rebuild()
+        if current.lane is None:
+            current.rebuild()
+        else:
+            with current.lane:
+                current.rebuild()
         _clear_when_backward_ends(current)
 
 
 def resolve(handle: Kept | Internal | View) -> Tensor:
     """The tensor behind a handle, rebuilding what is needed: autograd's unpack hook."""
+    lane = None
     while True:
         if type(handle) is Kept:
-            return handle.get()
+            tensor = handle.get()
+            if lane is not None:
+                lane.join(tensor)
+            return tensor
         if type(handle) is View:
             if handle.box.value is None:
                 demand(handle.box.cell.producer)
-            assert handle.box.value is not None
-            return handle.over(handle.box.value)
+            base = handle.box.value
+            assert base is not None
+            lane = handle.box.cell.producer.lane
+            if lane is not None:
+                lane.join(base)
+            return handle.over(base)
         assert type(handle) is Internal
         if handle.value is None:
             demand(handle.record)
         if handle.value is None:
             raise ReplayError(f"replay of {handle.record.where} did not save the tensor that backward asks for")
+        lane = handle.record.lane
         handle = handle.value
 
 

@@ -34,6 +34,7 @@ from megackpt.recompute.handle import (
     storage_key,
     write_tag,
 )
+from megackpt.recompute.lanes import lane_of
 from megackpt.recompute.opaque import opaque
 from megackpt.recompute.replay import Record, pop_hooks, push_hooks, resolve
 from megackpt.recompute.rng import same_state
@@ -248,6 +249,7 @@ def run_step(
         call.hold(leaves, spec, frame.outer)
         watch = tape.watch_for(call, watch)
         record = frame.record = Record(tape, call, watch)
+        record.lane = lane_of(leaves)
         rng = tape.ledger.snapshot()
     ambient = state.read()
     state.write((tape, frame, decision.masks, LIVE if record is None else inner))

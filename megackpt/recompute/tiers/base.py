@@ -13,6 +13,7 @@ from typing import Protocol
 from torch import Tensor
 
 from megackpt.recompute.handle import version_of
+from megackpt.recompute.lanes import lane_of
 from megackpt.recompute.producer import Producer
 
 
@@ -33,8 +34,9 @@ class Tier(Protocol):
     """A place to put storages."""
 
     def put(self, base: Tensor) -> Ticket:
-        """Take the flat tensor ``base`` over a whole storage.  The tier may read it until it is done, so it holds it
-        until then; nobody else may write into it."""
+        """Take the flat tensor ``base`` over a whole storage, as it is on the current stream.  The tier may read it
+        until it is done, so it holds it until then; nobody else may write into it.  On a device with streams the
+        ticket is asked on the stream on which ``base`` was put."""
 
 
 def flat_storage(tensor: Tensor) -> Tensor:
@@ -51,6 +53,7 @@ class Stored(Producer):
 
     def __init__(self, where: str, tier: Tier, tensor: Tensor) -> None:
         super().__init__(where)
+        self.lane = lane_of((tensor,))
         self.ticket = tier.put(flat_storage(tensor))
 
     def missing(self) -> Sequence[Producer]:

@@ -1,7 +1,9 @@
 """The host tier: a writer thread copies storages away, and back when they are asked for.
 
-On a CPU both ends are host memory, so this tier shows the mechanism (order, lifetime, errors), not a gain.  A delay
-in the writer can be injected to prove that nothing depends on how fast it is.
+On a GPU the copy goes to pinned memory on a stream of its own, after what was queued when the tensor was put, and
+the writer waits for its end before it lets go of the source.  On a CPU both ends are host memory, so the tier shows
+the mechanism (order, lifetime, errors), not a gain.  A delay in the writer can be injected to prove that nothing
+depends on how fast it is.
 """
 
 from __future__ import annotations
@@ -9,31 +11,35 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from megackpt.recompute import lanes
 from megackpt.recompute.handle import version_of
 from megackpt.recompute.tiers.base import check_unchanged
 
 
 class _HostTicket:
-    __slots__ = ("_source", "_version", "_device", "_copy", "_done", "_error")
+    __slots__ = ("_source", "_version", "_device", "_ready", "_copy", "_done", "_error")
 
     def __init__(self, base: Tensor) -> None:
         self._source: Tensor | None = base  # keeps the storage alive until it is copied
         self._version = version_of(base)
         self._device = base.device
+        stream = lanes.STREAMS.of(base)
+        self._ready: Any = None if stream is None else stream.record_event()
         self._copy: Tensor | None = None
         self._error: BaseException | None = None
         self._done = threading.Event()
 
-    def write(self) -> None:
+    def write(self, copies: lanes.HostCopies) -> None:
         """The writer's part.  It never raises: an error waits for whoever asks."""
         try:
             source = self._source
             assert source is not None
-            copy = source.to("cpu", copy=True)
+            copy = source.to("cpu", copy=True) if self._ready is None else copies.copy(source, self._ready)
             check_unchanged(source, self._version, "host memory")
             self._copy = copy
         except BaseException as error:  # it must reach the thread that asks, whatever it is
@@ -50,7 +56,8 @@ class _HostTicket:
         if self._error is not None:
             raise RuntimeError(f"moving a kept tensor to host memory failed: {self._error}") from self._error
         assert self._copy is not None
-        return self._copy.to(self._device, copy=True)
+        # From pinned memory without waiting: whoever reads it does so on this stream, or waits (lanes.py).
+        return self._copy.to(self._device, copy=True, non_blocking=self._ready is not None)
 
     def held_bytes(self) -> int:
         source = self._source
@@ -73,10 +80,11 @@ class HostTier:
 
     def _work(self) -> None:
         torch.set_num_threads(1)
+        copies = lanes.HostCopies()
         while (ticket := self._queue.get()) is not None:
             if self._delay_s:
                 time.sleep(self._delay_s)
-            ticket.write()
+            ticket.write(copies)
             del ticket  # a ticket nobody holds any more frees its copy now, not at the next put
 
     def close(self) -> None:
