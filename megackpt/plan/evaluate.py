@@ -14,7 +14,7 @@ from megackpt.plan.evaluation import FIXED, Evaluation, StageSeconds
 from megackpt.plan.flops import ModelShape, layer_forward, logits_forward, model_flops
 from megackpt.plan.kept import replay
 from megackpt.plan.numbers import Layout, ModelNumbers
-from megackpt.plan.predict import Prediction, StageWalk, predict
+from megackpt.plan.predict import Prediction, StageWalk, predict, short_lists
 from megackpt.plan.profile import Profile, StepCost, profile
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.seconds import StepClock
@@ -32,15 +32,8 @@ class Evaluator:
         self.clock = StepClock(machine, layout.act_bytes, layout.t)
         self.prices = EnginePrices(self.made, self.clock)
         self.lists = schedule_lists(layout.schedule, layout.p, layout.n, layout.v)
+        self.short_lists = short_lists(layout)
         self._replays: dict[SaveSet, tuple[float, tuple[str, ...]]] = {}
-
-    @cached_property
-    def short_lists(self) -> Sequence[Sequence[Action]]:
-        """Lists with the peaks of the whole step: in its steady state a schedule repeats itself every p
-        micro-batches."""
-        layout = self.layout
-        n = min(layout.n, 3 * layout.p + layout.n % layout.p)
-        return schedule_lists(layout.schedule, layout.p, n, layout.v) if layout.schedule != "gpipe" else self.lists
 
     @cached_property
     def order(self) -> Order:
@@ -211,9 +204,7 @@ class Evaluator:
 
     # -- bytes over time ------------------------------------------------------------------------------------------
 
-    def _timeline(
-        self, layout: Layout, plan: Plan, prediction: Prediction, work: Works, transfer: float
-    ) -> Timeline:
+    def _timeline(self, layout: Layout, plan: Plan, prediction: Prediction, work: Works, transfer: float) -> Timeline:
         walks = [_Recorded(self.made, layout, plan, stage) for stage in range(layout.p)]
         for walk, actions in zip(walks, self.lists, strict=True):
             walk.run(actions)

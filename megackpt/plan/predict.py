@@ -114,12 +114,32 @@ def predict(
     the layout's schedule; ``watched``: as seen by a counter that is a dispatch mode (see `ChunkModel`)."""
     made = profile(model, layout) if made is None else made
     lists = schedule_lists(layout.schedule, layout.p, layout.n, layout.v) if lists is None else lists
-    stages = []
-    for stage in range(layout.p):
-        walk = StageWalk(made, layout, plan, stage, watched=watched)
-        walk.run(lists[stage])
-        stages.append(_stage(model, layout, machine, walk))
-    return Prediction(tuple(stages), plan.name, None if machine is None else machine.memory_bytes)
+    stages = tuple(
+        predict_stage(model, layout, plan, stage, lists[stage], made, machine, watched) for stage in range(layout.p)
+    )
+    return Prediction(stages, plan.name, None if machine is None else machine.memory_bytes)
+
+
+def short_lists(layout: Layout) -> list[list[Action]]:
+    """Lists with the peaks of the whole step: in its steady state a schedule repeats itself every p micro-batches."""
+    n = layout.n if layout.schedule == "gpipe" else min(layout.n, 3 * layout.p + layout.n % layout.p)
+    return schedule_lists(layout.schedule, layout.p, n, layout.v)
+
+
+def predict_stage(
+    model: ModelNumbers,
+    layout: Layout,
+    plan: Plan,
+    stage: int,
+    actions: Sequence[Action],
+    made: Profile,
+    machine: Machine | None = None,
+    watched: bool = False,
+) -> StagePrediction:
+    """One stage through its list."""
+    walk = StageWalk(made, layout, plan, stage, watched=watched)
+    walk.run(actions)
+    return _stage(model, layout, machine, walk)
 
 
 def _stage(model: ModelNumbers, layout: Layout, machine: Machine | None, walk: StageWalk) -> StagePrediction:

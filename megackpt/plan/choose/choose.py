@@ -7,7 +7,7 @@ on stages that do not set the pace.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,6 +25,7 @@ from megackpt.plan.decision import (
     Group,
     Plan,
     SaveSet,
+    Slots,
 )
 from megackpt.plan.policies import chunk_plan, full_layer
 from megackpt.plan.simulate import Timeline
@@ -42,6 +43,8 @@ class Options:
 
 
 DEFAULTS = Options()
+# How finely a stage's last bytes are spent: parts of what the bound of a stage may count too much.
+GRAINS, GRAINS_OF_CHUNKS = 64, 16
 
 
 @dataclass(frozen=True)
@@ -75,19 +78,24 @@ def choose(problem: Problem, options: Options = DEFAULTS, items: Sequence[Item] 
 
     Never slower than the best of the recompute flags on all stages alike.  Raises DoesNotFit.
     """
-    chooser = _Chooser(problem, options, items)
+    chooser = Chooser(problem, options, items)
     counts, picks, name = chooser.result()
-    timeline = problem.timeline(counts, picks)
-    return Choice(problem, counts, picks, timeline, problem.step_seconds(problem.division, None), name)
+    return chooser.choice(counts, picks, name)
 
 
-class _Chooser:
+Predicted = Callable[[int, Pick], int]
+"""(stage, pick) -> bytes at the stage's peak, all of them."""
+
+
+class Chooser:
+    """One choice; what its parts share is computed once."""
+
     def __init__(self, problem: Problem, options: Options, items: Sequence[Item] | Table | None) -> None:
         self.problem, self.options = problem, options
         if items is None:
             items = layer_items(problem.pricing, options.keep_gathered)
         self.table = items if isinstance(items, Table) else Table(items)
-        self.solved: dict[tuple[int, tuple[int, ...]], Pick | None] = {}
+        self.solved: dict[tuple[int, tuple[int, ...], int], Pick | None] = {}
 
     @cached_property
     def grouped(self) -> Table:
@@ -100,7 +108,7 @@ class _Chooser:
         if self.options.split:
             counts = self._divided() or counts
         picks = self._picks(counts)
-        name = "per stage and chunk" if self.problem.chunks > 1 else "per stage"
+        name = self.name
         best = self.problem.step_seconds(counts, picks)
         if self.options.slots and self.problem.chunks == 1:
             picks, best = self._slotted(counts, picks, best)
@@ -110,31 +118,92 @@ class _Chooser:
             return counts, flags.picks, f"flags: {flags.name}"
         return counts, picks, name
 
-    def solve(self, stage: int, layers: tuple[int, ...]) -> Pick | None:
+    def choice(self, counts: Counts, picks: tuple[Pick, ...], name: str) -> Choice:
+        """The picks, simulated."""
+        problem = self.problem
+        timeline = problem.timeline(counts, picks)
+        return Choice(problem, counts, picks, timeline, problem.step_seconds(problem.division, None), name)
+
+    @property
+    def name(self) -> str:
+        return "per stage and chunk" if self.problem.chunks > 1 else "per stage"
+
+    def solve(self, stage: int, layers: tuple[int, ...], spare: int = 0) -> Pick | None:
         """The best pick of one stage; groups of layers only where no save-sets fit."""
-        key = (stage, layers)
+        key = (stage, layers, spare)
         if key not in self.solved:
-            pick = solve(self.problem, self.table, stage, layers)
+            pick = solve(self.problem, self.table, stage, layers, spare)
             if self.options.offload and len(layers) == 1:
-                away = with_offload(self.problem, self.table, stage, layers[0])
+                away = with_offload(self.problem, self.table, stage, layers[0], spare)
                 pick = away if away is not None and (pick is None or _total(away) < _total(pick)) else pick
             if pick is None and self.options.groups:
-                pick = solve(self.problem, self.grouped, stage, layers)
+                pick = solve(self.problem, self.grouped, stage, layers, spare)
             self.solved[key] = pick
         return self.solved[key]
+
+    def refined(self, counts: Counts, predicted: Predicted) -> tuple[Pick, ...]:
+        """For every stage the best pick whose ``predicted`` bytes are within the budget.  Raises DoesNotFit."""
+        picks, short = [], []
+        for stage, layers in enumerate(counts):
+            pick = self._refined(stage, layers, predicted)
+            if pick is None:
+                least, pick = self.leanest(stage, layers, predicted)
+                if least > self.problem.budget_bytes:
+                    short.append((least, self._needs(stage, layers, least)))
+            picks.append(pick)
+        if short:
+            least, said = max(short)
+            raise DoesNotFit(said, least)
+        return tuple(picks)
+
+    def _refined(self, stage: int, layers: tuple[int, ...], predicted: Predicted) -> Pick | None:
+        """What the bound of `Problem.room` allows at some budget above the given one.  Candidates stand on a grid that
+        does not depend on the budget, and are tried by halving: so more memory never gives a slower pick."""
+        budget, slack = self.problem.budget_bytes, self.problem.slack_bytes(stage)
+        grain = max(1, slack // (GRAINS if len(layers) == 1 else GRAINS_OF_CHUNKS))
+        best, low, high = self.slotted(stage, layers, 0), 0, 1 << 50
+        while high - low > 1:
+            middle = (low + high) // 2
+            at = middle * grain
+            if at > budget + slack:
+                high = middle
+                continue
+            if at > budget:
+                pick = self.slotted(stage, layers, at - budget)
+                if pick is not None and predicted(stage, pick) > budget:
+                    high = middle
+                    continue
+                best = pick or best
+            low = middle
+        return best
+
+    def slotted(self, stage: int, layers: tuple[int, ...], spare: int) -> Pick | None:
+        """As `solve`, with slots where they are wanted and gain something."""
+        pick = self.solve(stage, layers, spare)
+        if pick is None or not self.options.slots or len(layers) > 1 or pick.host_bytes or not _total(pick):
+            return pick
+        return with_slots(self.problem, self.table, stage, layers[0], spare) or pick
 
     def _picks(self, counts: Counts) -> tuple[Pick, ...]:
         picks = []
         for stage, layers in enumerate(counts):
             pick = self.solve(stage, layers)
             if pick is None:
-                raise DoesNotFit(self._short(stage, layers))
+                least = self._least_bound(stage, layers)
+                raise DoesNotFit(self._needs(stage, layers, least), least)
             picks.append(pick)
         return tuple(picks)
 
-    def _short(self, stage: int, layers: tuple[int, ...]) -> str:
+    def _needs(self, stage: int, layers: tuple[int, ...], least: int) -> str:
+        state = self.problem.state_bytes(stage, sum(layers))
+        return (
+            f"stage {stage} needs at least {least:,} bytes with {sum(layers)} layers ({state:,} of them state), "
+            f"the budget is {self.problem.budget_bytes:,}"
+        )
+
+    def _least_bound(self, stage: int, layers: tuple[int, ...]) -> int:
+        """The least budget at which the bound of `Problem.room` lets anything fit."""
         problem = self.problem
-        state = problem.state_bytes(stage, sum(layers))
         table = self.grouped if self.options.groups else self.table
         needs = []
         for cap in table.caps(max(layers)):
@@ -143,10 +212,13 @@ class _Chooser:
                 lean = [int(fronts[count].bytes[0]) for count in layers]
                 held = int((problem.rows[stage] @ lean - problem.room(stage, sum(layers), cap)).max())
                 needs.append(held + problem.budget_bytes)
-        return (
-            f"stage {stage} needs at least {min(needs):,} bytes with {sum(layers)} layers ({state:,} of them state), "
-            f"the budget is {problem.budget_bytes:,}"
-        )
+        return min(needs)
+
+    def leanest(self, stage: int, layers: tuple[int, ...], predicted: Predicted) -> tuple[int, Pick]:
+        """(predicted bytes, pick) of the leanest way to run a stage."""
+        pick = self.solve(stage, layers, self._least_bound(stage, layers) - self.problem.budget_bytes)
+        assert pick is not None
+        return predicted(stage, pick), pick
 
     def _divided(self) -> Counts | None:
         """The better of what the even division and the least period lead to; None if neither fits."""
@@ -157,11 +229,9 @@ class _Chooser:
 
     def _slotted(self, counts: Counts, picks: tuple[Pick, ...], best: float) -> tuple[tuple[Pick, ...], float]:
         """Slots on every stage on which they make the simulated step shorter."""
-        for stage, (layers,) in enumerate(counts):
-            if picks[stage].host_bytes:
-                continue
-            pick = with_slots(self.problem, self.table, stage, layers)
-            if pick is not None:
+        for stage, layers in enumerate(counts):
+            pick = self.slotted(stage, layers, 0)
+            if pick is not None and pick != picks[stage]:
                 tried = (*picks[:stage], pick, *picks[stage + 1 :])
                 seconds = self.problem.step_seconds(counts, tried)
                 if seconds < best:
@@ -175,14 +245,17 @@ def _total(pick: Pick) -> int:
 
 def plan_of(counts: Counts, picks: Sequence[Pick], name: str) -> Plan:
     """The plan for one pick per stage; layers are numbered through the model."""
-    first = 0
-    made: list[list[tuple[ChunkPlan, ...]]] = [[] for _ in counts]
-    for chunk in range(len(counts[0])):
-        for stage, layers in enumerate(counts):
-            own = range(first, first + layers[chunk])
-            made[stage].append(tuple(_chunk_plan(own, slot[chunk]) for slot in picks[stage].slots))
-            first = own.stop
-    return Plan.of_slots(made, name)
+    return Plan.of_slots([chunk_plans(counts, stage, pick) for stage, pick in enumerate(picks)], name)
+
+
+def chunk_plans(counts: Counts, stage: int, pick: Pick) -> tuple[Slots, ...]:
+    """The plans of one stage by [chunk][slot]."""
+    sizes = [layers[chunk] for chunk in range(len(counts[0])) for layers in counts]
+    made = []
+    for chunk, layers in enumerate(counts[stage]):
+        first = sum(sizes[: chunk * len(counts) + stage])
+        made.append(tuple(_chunk_plan(range(first, first + layers), slot[chunk]) for slot in pick.slots))
+    return tuple(made)
 
 
 def _chunk_plan(layers: range, items: Sequence[Item]) -> ChunkPlan:

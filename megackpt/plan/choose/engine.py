@@ -1,35 +1,34 @@
 """The choice for a model on a machine: closed-form or measured profiles priced as our engine runs them.
 
 `problem_of` bounds a stage's bytes from above (all that is kept, plus the most that any one layer adds for a moment).
-The prediction walks the real lists and knows better: kept tensors go while backward rebuilds others.  A second pass
-gives each stage the bytes that the prediction finds left over, as long as the prediction stays within the budget.
+The prediction walks the real lists and knows better: kept tensors go while backward rebuilds others.  So each stage is
+given more than the bound allows, as long as its predicted bytes stay within the budget (`Chooser.refined`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from megackpt.plan.accelerators import Machine
-from megackpt.plan.choose.choose import DEFAULTS, Choice, Options, choose
+from megackpt.plan.choose.choose import DEFAULTS, Choice, Chooser, Options, chunk_plans
 from megackpt.plan.choose.knapsack import Table
 from megackpt.plan.choose.pareto import layer_items
 from megackpt.plan.choose.prices import replay_seconds
-from megackpt.plan.choose.problem import Counts, End, Problem
+from megackpt.plan.choose.problem import Counts, DoesNotFit, End, Pick, Problem
 from megackpt.plan.chunk import ChunkModel
-from megackpt.plan.decision import ChunkPlan, Group, SaveSet
+from megackpt.plan.decision import ChunkPlan, Group, Plan, SaveSet, Slots
 from megackpt.plan.demand import present_steps
 from megackpt.plan.kept import kept_bytes, replay
 from megackpt.plan.live import Layer, backward_span, forward_span
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.parameters import embedding_parameters, head_parameters, layer_parameters, state_bytes
 from megackpt.plan.policies import chunk_plan, full_layer
-from megackpt.plan.predict import Prediction, predict
+from megackpt.plan.predict import Prediction, predict, predict_stage, short_lists
 from megackpt.plan.profile import LayerProfile, Profile, profile
 from megackpt.plan.seconds import StepClock
 from megackpt.plan.steps import BLOCK, BLOCK_NAMES, GATHERS
 
-SECOND_PASSES = 3
 # Messages alive beside activations: one posted ahead per direction, one sent that has not left.
 MESSAGES = 3
 
@@ -106,6 +105,7 @@ def problem_of(
     made = profile(model, layout) if made is None else made
     pricing = EnginePrices(made, StepClock(machine, layout.act_bytes, layout.t))
     groups = sum(size > 1 for size in (layout.t, layout.d * layout.c)) + 2 * (layout.p > 1)
+    messages = MESSAGES * made.boundary_bytes * (layout.p > 1)
     own_matrix = not (model.tied and layout.p * layout.v == 1)
     states = [
         state_bytes(count.total, layout).total
@@ -127,10 +127,8 @@ def problem_of(
         first=_end(pricing, made.embedding, states[0]),
         last=_end(pricing, made.head, states[1]),
         layer_state_bytes=states[2] + 1,  # shards of the optimizer are rounded up, per stage and not per layer
-        base_bytes=machine.communicator_bytes * groups
-        + machine.context_bytes
-        + machine.margin_bytes
-        + MESSAGES * made.boundary_bytes * (layout.p > 1),
+        base_bytes=machine.communicator_bytes * groups + machine.context_bytes + machine.margin_bytes + messages,
+        message_bytes=messages,
         transfer_seconds=pricing.clock.send(made.boundary_bytes),
         host_bytes_per_s=machine.host_bytes_per_s,
     )
@@ -159,6 +157,31 @@ class Chosen:
     prediction: Prediction
 
 
+class Predictor:
+    """The predicted bytes of picks; what they share is computed once."""
+
+    def __init__(self, model: ModelNumbers, layout: Layout, machine: Machine, made: Profile) -> None:
+        self.model, self.layout, self.machine, self.made = model, layout, machine, made
+        self.lists = short_lists(layout)
+
+    def placed(self, counts: Counts) -> Layout:
+        """The layout with so many layers per stage and chunk."""
+        return replace(self.layout, pieces=Layout.of_counts(counts).pieces)
+
+    def stage_bytes(self, counts: Counts, stage: int, pick: Pick) -> int:
+        """All bytes of a rank of ``stage`` at its peak."""
+        empty: list[list[Slots]] = [[(ChunkPlan(),)] * self.layout.v for _ in counts]
+        empty[stage] = list(chunk_plans(counts, stage, pick))
+        plan = Plan.of_slots(empty)
+        actions = self.lists[stage]
+        row = predict_stage(self.model, self.placed(counts), plan, stage, actions, self.made, self.machine)
+        return row.total_bytes
+
+    def __call__(self, choice: Choice) -> Prediction:
+        placed = self.placed(choice.counts)
+        return predict(self.model, placed, choice.plan, self.machine, made=self.made, lists=self.lists)
+
+
 def choose_for(
     model: ModelNumbers,
     layout: Layout,
@@ -172,28 +195,16 @@ def choose_for(
     budget = machine.memory_bytes if budget_bytes is None else budget_bytes
     made = profile(model, layout) if made is None else made
     problem = problem_of(model, layout, machine, budget, made)
-    table = Table(layer_items(problem.pricing, options.keep_gathered))
-    best = _predicted(model, layout, machine, made, choose(problem, options, table))
-    spare = [max(0, budget - stage.total_bytes) for stage in best.prediction.stages]
-    for _ in range(SECOND_PASSES):
-        if not any(any(map(sum, pick.replay_ps)) for pick in best.choice.picks) or options.slots or options.offload:
-            break
-        fixed = replace(problem, spare_bytes=tuple(spare), counts=best.choice.counts)
-        tried = _predicted(model, layout, machine, made, choose(fixed, replace(options, split=False), table))
-        over = [stage.total_bytes > budget for stage in tried.prediction.stages]
-        if not any(over):
-            if tried.choice.step_seconds < best.choice.step_seconds:
-                choice = replace(tried.choice, baseline_seconds=best.choice.baseline_seconds)
-                best = replace(tried, choice=choice)
-            break
-        spare = [size // 2 if bad else size for size, bad in zip(spare, over, strict=True)]
-    return best
-
-
-def _predicted(model: ModelNumbers, layout: Layout, machine: Machine, made: Profile, choice: Choice) -> Chosen:
-    placed = replace(layout, pieces=_pieces(choice.counts))
-    return Chosen(choice, placed, predict(model, placed, choice.plan, machine, made=made))
-
-
-def _pieces(counts: Counts) -> tuple[tuple[range, ...], ...]:
-    return Layout.of_counts(counts).pieces
+    chooser = Chooser(problem, options, Table(layer_items(problem.pricing, options.keep_gathered)))
+    predictor = Predictor(model, layout, machine, made)
+    try:
+        counts, picks, name = chooser.result()
+    except DoesNotFit:
+        counts = problem.division
+        picks, name = chooser.refined(counts, partial(predictor.stage_bytes, counts)), chooser.name
+    else:
+        refined = chooser.refined(counts, partial(predictor.stage_bytes, counts))
+        if problem.step_seconds(counts, refined) <= problem.step_seconds(counts, picks):
+            picks, name = refined, chooser.name
+    choice = chooser.choice(counts, picks, name)
+    return Chosen(choice, predictor.placed(counts), predictor(choice))

@@ -15,6 +15,7 @@ import numpy as np
 from megackpt.plan.choose.chunks import Rows, rows_of
 from megackpt.plan.choose.pareto import Item
 from megackpt.plan.choose.prices import PICO, LayerPricing
+from megackpt.plan.policies import full_layer
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.simulate import Cost, Order, Timeline
 from megackpt.plan.slots import slots_of
@@ -28,7 +29,12 @@ RESIDENT = 2
 
 
 class DoesNotFit(ValueError):
-    """Not even the leanest choice fits; the message names the stage and the bytes."""
+    """Not even the leanest choice fits; the message names the stage and the bytes.  ``least_bytes``: the least budget
+    that would do."""
+
+    def __init__(self, said: str, least_bytes: int) -> None:
+        super().__init__(said)
+        self.least_bytes = least_bytes
 
 
 @dataclass(frozen=True)
@@ -89,10 +95,10 @@ class Problem:
     last: End = End()
     layer_state_bytes: int = 0
     base_bytes: int = 0
+    message_bytes: int = 0  # of base_bytes, between stages
     piece_bytes: int = 0  # kept per micro-batch in flight and chunk besides layers and ends
     transfer_seconds: float = 0.0
     host_bytes_per_s: float = 0.0  # in each direction, while computing
-    spare_bytes: tuple[int, ...] = ()  # by stage: found to be left over by a closer look than `room` takes
 
     def __post_init__(self) -> None:
         if self.counts is None:
@@ -142,9 +148,10 @@ class Problem:
         ends = sum(end.state_bytes for end in self.stage_ends(stage))
         return self.base_bytes + ends + layers * self.layer_state_bytes
 
-    def room(self, stage: int, layers: int, transient: int) -> Rows:
-        """By row: bytes for what the stage's layers keep, when the largest thing rebuilt is ``transient``."""
-        free = self.budget_bytes - self.state_bytes(stage, layers)
+    def room(self, stage: int, layers: int, transient: int, spare: int = 0) -> Rows:
+        """By row: bytes for what the stage's layers keep, when the largest thing rebuilt is ``transient`` and the
+        stage may have ``spare`` bytes more than the budget by this bound."""
+        free = self.budget_bytes + spare - self.state_bytes(stage, layers)
         free -= max(
             [transient, self.pricing.forward_transient_bytes(), *(e.transient_bytes for e in self.stage_ends(stage))]
         )
@@ -207,6 +214,12 @@ class Problem:
             for stage, pick in enumerate(picks)
         ]
         return self.order.run(cost, self.transfer_seconds, held)
+
+    def slack_bytes(self, stage: int) -> int:
+        """At least what the bound of `room` counts too much: things that are never alive at one time."""
+        ends = [end.transient_bytes + end.kept_bytes for end in self.stage_ends(stage)]
+        full = self.pricing.transient_bytes(full_layer("layer-input"))
+        return self.message_bytes + self.piece_bytes + full + sum(ends)
 
     def lane_bytes(self, stage: int, pick: Pick) -> int:
         """Bytes on the device of tensors that are on their way to or from the host."""

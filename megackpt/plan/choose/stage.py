@@ -14,13 +14,14 @@ from megackpt.plan.choose.problem import RESIDENT, Pick, Problem
 MOST_PAIRS = 2_000_000
 
 
-def solve(problem: Problem, table: Table, stage: int, layers: tuple[int, ...]) -> Pick | None:
-    """The pick that replays least on ``stage`` with so many layers per chunk; None if nothing fits."""
+def solve(problem: Problem, table: Table, stage: int, layers: tuple[int, ...], spare: int = 0) -> Pick | None:
+    """The pick that replays least on ``stage`` with so many layers per chunk; None if nothing fits.  ``spare``: see
+    `Problem.room`."""
     rows = problem.rows[stage]
     best: tuple[int, int, int, list[int]] | None = None
     for cap in table.caps(max(layers)):
         fronts = table.under(cap)
-        room = problem.room(stage, sum(layers), cap)
+        room = problem.room(stage, sum(layers), cap, spare)
         chosen = [fronts[count] for count in layers]
         if len(layers) == 1:  # the common case without the generality
             place = chosen[0].find(int((room // rows[:, 0]).min())) if len(chosen[0]) else -1
@@ -40,14 +41,14 @@ def solve(problem: Problem, table: Table, stage: int, layers: tuple[int, ...]) -
     return Pick((tuple(tuple(fronts.mixture(k, place)) for k, place in zip(layers, points, strict=True)),))
 
 
-def with_slots(problem: Problem, table: Table, stage: int, layers: int) -> Pick | None:
+def with_slots(problem: Problem, table: Table, stage: int, layers: int, spare: int = 0) -> Pick | None:
     """As `solve` for one chunk, but some of the micro-batches in flight may keep more than the others (Korthikanti et
     al. 2022, appendix C): two mixtures, a slot for each micro-batch in flight.  None if that gains nothing."""
     in_flight = int(problem.rows[stage].max())
     best: tuple[int, Pick] | None = None
     for cap in table.caps(layers):
         fronts = table.under(cap)
-        room = int(problem.room(stage, layers, cap)[0])
+        room = int(problem.room(stage, layers, cap, spare)[0])
         found = _pair(fronts[layers], in_flight, room)
         if found is not None and (best is None or found[0] < best[0]):
             total, lean, rich, count = found
@@ -90,7 +91,7 @@ def _hull(front: Front) -> np.ndarray:
     return np.array(hull)
 
 
-def with_offload(problem: Problem, table: Table, stage: int, layers: int) -> Pick | None:
+def with_offload(problem: Problem, table: Table, stage: int, layers: int, spare: int = 0) -> Pick | None:
     """As `solve` for one chunk, but any number of layers may send what they keep to host memory.  Of those layers
     `RESIDENT` micro-batches are on the device, and what one micro-batch sends must pass within its period."""
     in_flight = int(problem.rows[stage].max())
@@ -98,7 +99,7 @@ def with_offload(problem: Problem, table: Table, stage: int, layers: int) -> Pic
     best: tuple[int, ...] | None = None
     for cap in table.caps(layers):
         fronts = table.under(cap)
-        room = int(problem.room(stage, layers, cap)[0])
+        room = int(problem.room(stage, layers, cap, spare)[0])
         for away in range(layers + 1):
             found = _divided(fronts, layers, away, room, in_flight, lane)
             if found is not None and (best is None or found[:3] < best[:3]):

@@ -17,7 +17,7 @@ from megackpt.plan.choose.pareto import layer_items, save_sets
 from megackpt.plan.choose.problem import DoesNotFit
 from megackpt.plan.decision import REPLAY_ALL, SaveSet
 from megackpt.plan.numbers import Layout, ModelNumbers
-from megackpt.plan.policies import keep_everything
+from megackpt.plan.policies import Policy, keep_everything, plan_for
 from megackpt.plan.predict import predict
 from megackpt.plan.profile import profile
 from megackpt.plan.seconds import StepClock
@@ -149,3 +149,26 @@ def test_large_models_are_planned_in_seconds() -> None:
     assert done.returncode == 0, done.stderr
     middle, large, kilobytes = map(float, done.stdout.split())
     assert middle < 5 and large < 10 and kilobytes < 2**20
+
+
+@pytest.mark.parametrize(("p", "v"), [(1, 1), (2, 1), (4, 1), (2, 2)])
+def test_the_least_budget_is_exact_and_more_is_never_slower(p: int, v: int) -> None:
+    """At the budget that a refusal names the choice fits to the byte, with one byte less it does not; and predicted
+    peaks, not bounds, are what a budget buys."""
+    model = ModelNumbers.gpt(4, 96, 8, 512, 40)
+    layout = Layout.even(4, p, v, n=4, micro_batch=2, act_bytes=4, device="cpu")
+    options = Options(keep_gathered=False)
+    with pytest.raises(DoesNotFit) as said:
+        choose_for(model, layout, BARE, 1000, options)
+    least = said.value.least_bytes
+    with pytest.raises(DoesNotFit, match=f"needs at least {least:,} bytes"):
+        choose_for(model, layout, BARE, least - 1, options)
+    everything = predict(model, layout, plan_for(layout.pieces, Policy()), BARE).peak_bytes
+    before = float("inf")
+    for part in range(7):
+        budget = least + part * (everything - least) // 6
+        chosen = choose_for(model, layout, BARE, budget, options)
+        assert 0.96 * budget < chosen.prediction.peak_bytes <= budget
+        assert chosen.choice.step_seconds <= before * (1 + 1e-12)
+        before = chosen.choice.step_seconds
+    assert chosen.choice.overhead == 0 and chosen.prediction.peak_bytes == everything
