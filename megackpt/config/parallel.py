@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megackpt.config.checks import above_zero, at_least, nearest_multiples, one_of
 from megackpt.config.errors import UsageError
+from megackpt.config.stage_layout import FLAG as LAYOUT
+from megackpt.config.stage_layout import layer_counts
 
 BACKENDS = ("nccl", "gloo")
 DEVICES = ("cpu", "cuda")
@@ -21,6 +24,16 @@ class ParallelConfig:
     """Layers of a chunk, where stages have several; or ..."""
     chunks: int | None = None
     """... chunks per stage.  Neither: stages have one."""
+    first_stage_layers: int | None = None
+    """Layers of the first stage; the other stages share what is left."""
+    last_stage_layers: int | None = None
+    """Layers of the last stage."""
+    count_embedding: bool = False
+    """In the split, the embedding stands for a layer of the first stage."""
+    count_loss: bool = False
+    """In the split, the head stands for a layer of the last stage."""
+    layout: str | None = None
+    """What every chunk holds, in Megatron's words (see stage_layout.py)."""
     context: int = 1
     world_size: int = 1
     sequence_parallel: bool = False
@@ -37,6 +50,8 @@ class ParallelConfig:
         at_least("--pipeline-model-parallel-size", self.pipeline, 1)
         at_least("--num-layers-per-virtual-pipeline-stage", self.layers_per_chunk, 1)
         at_least("--num-virtual-stages-per-pipeline-rank", self.chunks, 1)
+        at_least("--decoder-first-pipeline-num-layers", self.first_stage_layers, 1)
+        at_least("--decoder-last-pipeline-num-layers", self.last_stage_layers, 1)
         at_least("--context-parallel-size", self.context, 1)
         at_least("the number of processes", self.world_size, 1)
         above_zero("--distributed-timeout-minutes", self.timeout_minutes)
@@ -72,22 +87,70 @@ class ParallelConfig:
     @property
     def interleaves(self) -> bool:
         """Stages have several chunks (or might: how many chunks layers make is the model's business)."""
-        return self.layers_per_chunk is not None or (self.chunks or 1) > 1
+        several = self.layout_counts is not None and len(self.layout_counts) > self.pipeline
+        return several or self.layers_per_chunk is not None or (self.chunks or 1) > 1
+
+    @property
+    def counted_ends(self) -> int:
+        """Ends of the model that stand for a layer each in the split."""
+        return (self.count_embedding + self.count_loss) * (self.pipeline > 1)
+
+    @cached_property
+    def layout_counts(self) -> tuple[int, ...] | None:
+        """Layers of every chunk in the order of the model, if a layout is given."""
+        return None if self.layout is None else layer_counts(self.layout)
 
     def _check_chunks(self) -> None:
+        asked = self._split_flags()
+        if self.interleaves and self.pipeline == 1 and self.layout is None:
+            flag = next(flag for flag in asked if "virtual" in flag)
+            raise UsageError(
+                f"{flag} {asked[flag]} needs several stages: on one there is no bubble that chunks could shrink."
+                f" Nearest valid: --pipeline-model-parallel-size 2, or leave {flag} out."
+            )
         if self.layers_per_chunk is not None and self.chunks is not None:
             raise UsageError(
                 f"--num-layers-per-virtual-pipeline-stage {self.layers_per_chunk} and"
                 f" --num-virtual-stages-per-pipeline-rank {self.chunks} say the same in two ways: give one of them."
             )
-        if self.interleaves and self.pipeline == 1:
-            flag, value = "--num-virtual-stages-per-pipeline-rank", self.chunks
-            if self.layers_per_chunk is not None:
-                flag, value = "--num-layers-per-virtual-pipeline-stage", self.layers_per_chunk
+        ends = [flag for flag in asked if flag.startswith("--decoder")]
+        if ends and self.pipeline == 1:
             raise UsageError(
-                f"{flag} {value} needs several stages: on one there is no bubble that chunks could shrink. Nearest"
-                f" valid: --pipeline-model-parallel-size 2, or leave {flag} out."
+                f"{ends[0]} {asked[ends[0]]} needs several stages. Nearest valid: --pipeline-model-parallel-size 2, or"
+                f" leave {ends[0]} out."
             )
+        rivals = [flag for flag in asked if flag.startswith("--account") or "per-virtual" in flag]
+        if ends and rivals:
+            raise UsageError(
+                f"{ends[0]} and {rivals[0]} both say how many layers a stage has: give one of them, and chunks by"
+                " --num-virtual-stages-per-pipeline-rank."
+            )
+        if self.layout_counts is not None:
+            self._check_layout(self.layout_counts, asked)
+
+    def _split_flags(self) -> dict[str, object]:
+        """The flags given that say how layers are dealt, the layout apart."""
+        values: dict[str, object] = {
+            "--num-layers-per-virtual-pipeline-stage": self.layers_per_chunk,
+            "--num-virtual-stages-per-pipeline-rank": self.chunks,
+            "--decoder-first-pipeline-num-layers": self.first_stage_layers,
+            "--decoder-last-pipeline-num-layers": self.last_stage_layers,
+            "--account-for-embedding-in-pipeline-split": self.count_embedding or None,
+            "--account-for-loss-in-pipeline-split": self.count_loss or None,
+        }
+        return {flag: value for flag, value in values.items() if value is not None}
+
+    def _check_layout(self, counts: tuple[int, ...], asked: dict[str, object]) -> None:
+        if len(counts) % self.pipeline or (self.pipeline == 1 and len(counts) > 1):
+            valid = nearest_multiples(len(counts), self.pipeline) if self.pipeline > 1 else "1"
+            raise UsageError(
+                f"{LAYOUT} {self.layout!r} has {len(counts)} chunks, which do not divide over"
+                f" --pipeline-model-parallel-size {self.pipeline}. Nearest valid number of chunks: {valid}."
+            )
+        if self.chunks == len(counts) // self.pipeline:
+            asked = {flag: value for flag, value in asked.items() if "per-pipeline-rank" not in flag}
+        if asked:
+            raise UsageError(f"{LAYOUT} says what {next(iter(asked))} says too: give one of them.")
 
     def _check_world(self) -> None:
         if self.world_size % self.model:

@@ -20,6 +20,7 @@ from megackpt.config.recompute import RecomputeConfig
 from megackpt.config.resolve import SECTION_TYPES, sections
 from megackpt.config.schedule import TrainConfig
 from megackpt.config.sources import Source, expand, read_mapping
+from megackpt.config.stage_checks import check_split, chunks_of
 from megackpt.config.stored import dump_sections
 
 
@@ -40,7 +41,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self._check_tensor_parallel()
-        self._check_pipeline()
+        check_split(self.parallel, self.model.num_layers)
         self.batch.micro_batches(self.parallel.data)
         self._check_schedule()
         if self.recompute.distribute and self.parallel.sequence_parallel:
@@ -68,10 +69,7 @@ class RunConfig:
     @property
     def chunks(self) -> int:
         """Chunks (virtual stages) of every pipeline stage."""
-        parallel = self.parallel
-        if parallel.layers_per_chunk is None:
-            return parallel.chunks or 1
-        return self.model.num_layers // (parallel.pipeline * parallel.layers_per_chunk)
+        return chunks_of(self.parallel, self.model.num_layers)
 
     @property
     def micro_batches(self) -> int:
@@ -107,28 +105,6 @@ class RunConfig:
             _divides(flag, value, tensor, "")
         if self.parallel.sequence_parallel:
             _divides("--seq-length", model.seq_length, tensor, " (with --sequence-parallel)")
-
-    def _check_pipeline(self) -> None:
-        layers, stages = self.model.num_layers, self.parallel.pipeline
-        if layers < stages:
-            raise UsageError(
-                f"--num-layers {layers} is fewer than --pipeline-model-parallel-size {stages}: a stage would be"
-                f" empty. Nearest valid: --num-layers {stages} or --pipeline-model-parallel-size {layers}."
-            )
-        per_chunk, chunks = self.parallel.layers_per_chunk, self.parallel.chunks or 1
-        if per_chunk is not None and layers % (stages * per_chunk):
-            raise UsageError(
-                f"--num-layers-per-virtual-pipeline-stage {per_chunk} does not divide --num-layers {layers} over"
-                f" {stages} stages in chunks of equal size. Nearest valid: --num-layers"
-                f" {nearest_multiples(layers, stages * per_chunk)}, or --num-virtual-stages-per-pipeline-rank"
-                f" {max(1, min(layers, round(layers / per_chunk)) // stages)}, which need not divide."
-            )
-        if layers < stages * chunks:
-            raise UsageError(
-                f"--num-virtual-stages-per-pipeline-rank {chunks} of {stages} stages are {stages * chunks} chunks, but"
-                f" there are only --num-layers {layers}. Nearest valid: --num-virtual-stages-per-pipeline-rank"
-                f" {layers // stages}, or --num-layers {stages * chunks}."
-            )
 
     def _check_schedule(self) -> None:
         unit, wrong = ("samples", "iters") if self.train.by_samples else ("iters", "samples")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from megackpt.config.run import RunConfig
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.policies import Policy
-from megackpt.plan.split import Split, even_split
+from megackpt.plan.split import Split, split, split_by_counts
 
 
 def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
@@ -40,7 +40,18 @@ def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
 
 def split_of(config: RunConfig) -> Split:
     """The layers of every chunk of every stage of a run."""
-    return even_split(config.model.num_layers, config.parallel.pipeline, config.chunks)
+    parallel, layers = config.parallel, config.model.num_layers
+    if parallel.layout_counts is not None:
+        return split_by_counts(parallel.layout_counts, parallel.pipeline)
+    return split(
+        layers,
+        parallel.pipeline,
+        config.chunks,
+        first=parallel.first_stage_layers,
+        last=parallel.last_stage_layers,
+        embedding=parallel.count_embedding,
+        loss=parallel.count_loss,
+    )
 
 
 def layout_numbers(config: RunConfig, pieces: Sequence[Sequence[range]], device: str) -> Layout:

@@ -23,11 +23,46 @@ Split = tuple[tuple[range, ...], ...]
 
 def even_split(num_layers: int, stages: int, chunks: int = 1) -> Split:
     """Layers of equally large pieces, the remainder in the middle of the model. ValueError as `split_layers`."""
-    return by_stage(split_layers(num_layers, stages * chunks), stages)
+    return split(num_layers, stages, chunks)
 
 
-def by_stage(ranges: Sequence[range], stages: int) -> Split:
-    """Ranges in the order of the model, dealt to the stages in turn."""
+def split(
+    num_layers: int,
+    stages: int,
+    chunks: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    embedding: bool = False,
+    loss: bool = False,
+) -> Split:
+    """Layers where the ends count: ``first`` and ``last`` are the layers of those stages (the others share the rest
+    evenly, and a stage deals what it has to its chunks as evenly); ``embedding`` and ``loss`` stand for a layer each
+    of the first and the last piece, if there are several stages.
+
+    Raises ValueError when a piece without an end of the model would have no layer.
+    """
+    if first is None and last is None:
+        front, back = embedding and stages > 1, loss and stages > 1
+        counts = [len(piece) for piece in split_layers(num_layers + front + back, stages * chunks)]
+        counts[0] -= front
+        counts[-1] -= back
+        return split_by_counts(counts, stages)
+    rest = num_layers - (first or 0) - (last or 0)
+    others = stages - (first is not None) - (last is not None)
+    between = [len(layers) for layers in split_layers(rest, others)] if others or rest else []
+    by_stage = [count for count in (first,) if count is not None] + between
+    by_stage += [count for count in (last,) if count is not None]
+    dealt = [[len(layers) for layers in split_layers(count, chunks)] for count in by_stage]
+    return split_by_counts([row[chunk] for chunk in range(chunks) for row in dealt], stages)
+
+
+def split_by_counts(counts: Sequence[int], stages: int) -> Split:
+    """Pieces of so many layers, in the order of the model, dealt to the stages in turn."""
+    ranges, start = [], 0
+    for count in counts:
+        ranges.append(range(start, start + count))
+        start += count
     return tuple(tuple(ranges[stage::stages]) for stage in range(stages))
 
 

@@ -179,6 +179,86 @@ TABLE = [
         "--num-layers-per-virtual-pipeline-stage 1 and --num-virtual-stages-per-pipeline-rank 2 say the same in two"
         " ways: give one of them.",
     ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 4",
+        2,
+        "--decoder-first-pipeline-num-layers 4 leave 0 of --num-layers 4 for 1 other stage, which needs 1. Nearest"
+        " valid: --decoder-first-pipeline-num-layers 3.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 2",
+        2,
+        "--decoder-first-pipeline-num-layers 1 and --decoder-last-pipeline-num-layers 2 leave 1 of --num-layers 4 for"
+        " 0 other stages. Nearest valid: --decoder-last-pipeline-num-layers 3.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+        " --decoder-last-pipeline-num-layers 1",
+        2,
+        "--decoder-last-pipeline-num-layers 1 cannot fill 2 chunks. Nearest valid: --decoder-last-pipeline-num-layers"
+        " 2.",
+    ),
+    (
+        "",
+        "--decoder-last-pipeline-num-layers 2",
+        1,
+        "--decoder-last-pipeline-num-layers 2 needs several stages. Nearest valid: --pipeline-model-parallel-size 2, or"
+        " leave --decoder-last-pipeline-num-layers out.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --decoder-last-pipeline-num-layers 2"
+        " --account-for-loss-in-pipeline-split",
+        2,
+        "--decoder-last-pipeline-num-layers and --account-for-loss-in-pipeline-split both say how many layers a stage"
+        " has: give one of them, and chunks by --num-virtual-stages-per-pipeline-rank.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2"
+        " --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split",
+        2,
+        "--num-layers-per-virtual-pipeline-stage 2 does not divide --num-layers 4 and the embedding and loss, which"
+        " count as one each over 2 stages in chunks of equal size. Nearest valid: --num-layers 2 or 6, or"
+        " --num-virtual-stages-per-pipeline-rank 1, which need not divide.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|ttL",
+        2,
+        "--pipeline-model-parallel-layout 'Et|ttL' has 3 layers (t), but --num-layers is 4.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|t|ttL",
+        2,
+        "--pipeline-model-parallel-layout 'Et|t|ttL' has 3 chunks, which do not divide over"
+        " --pipeline-model-parallel-size 2. Nearest valid number of chunks: 2 or 4.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-layout Ett|ttL",
+        1,
+        "--pipeline-model-parallel-layout 'Ett|ttL' has 2 chunks, which do not divide over"
+        " --pipeline-model-parallel-size 1. Nearest valid number of chunks: 1.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 4 --pipeline-model-parallel-layout Ett||tt|L",
+        4,
+        "--pipeline-model-parallel-layout 'Ett||tt|L' leaves stage 1 of 4 without a layer: its chunk is empty. Nearest"
+        " valid: --pipeline-model-parallel-size 3, or a t for that stage.",
+    ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et|tttL"
+        " --decoder-last-pipeline-num-layers 3",
+        2,
+        "--pipeline-model-parallel-layout says what --decoder-last-pipeline-num-layers says too: give one of them.",
+    ),
     ("", "--distributed-timeout-minutes 0", 1, "--distributed-timeout-minutes must be above 0; got 0.0."),
     ("", "--distributed-backend mpi", 1, "--distributed-backend takes nccl or gloo; got 'mpi'."),
     ("", "--device tpu", 1, "--device takes cpu or cuda; got 'tpu'."),

@@ -31,6 +31,7 @@ _WORKS = """
 --tensor-model-parallel-size --pipeline-model-parallel-size --sequence-parallel --distributed-backend
 --distributed-timeout-minutes
 --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank
+--decoder-first-pipeline-num-layers --pipeline-model-parallel-layout --account-for-embedding-in-pipeline-split
 --recompute-granularity --recompute-method --recompute-num-layers --recompute-activations --recompute-modules
 --checkpoint-activations --checkpoint-num-layers --activations-checkpoint-method
 --save --load --save-interval --no-load-optim --no-load-rng --no-save-optim --no-save-rng

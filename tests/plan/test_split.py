@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megackpt.plan.split import split_layers
+from megackpt.plan.split import split, split_layers
 
 
 def sizes(num_layers: int, stages: int) -> list[int]:
@@ -48,3 +48,32 @@ def test_who_gets_the_remainder(num_layers: int, stages: int, expected: list[int
 def test_senseless_stage_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         split_layers(4, 0)
+
+
+def counts(*args: int, **details: int | bool) -> list[list[int]]:
+    """Layers by [stage][chunk]; every layer is in one piece, in the order of the model."""
+    found = split(*args, **details)  # type: ignore[arg-type]
+    order = [layer for chunk in zip(*found, strict=True) for layers in chunk for layer in layers]
+    assert order == list(range(args[0]))
+    return [[len(layers) for layers in stage] for stage in found]
+
+
+def test_ends_that_count_as_layers() -> None:
+    assert counts(30, 4, embedding=True, loss=True) == [[7], [8], [8], [7]]
+    assert counts(15, 4, loss=True) == [[4], [4], [4], [3]]
+    assert counts(2, 4, embedding=True, loss=True) == [[0], [1], [1], [0]]
+    assert counts(14, 4, 2, embedding=True, loss=True) == [[1, 2], [2, 2], [2, 2], [2, 1]]
+    assert counts(3, 1, embedding=True, loss=True) == [[3]]
+
+
+def test_first_and_last_stage_by_number() -> None:
+    assert counts(10, 4, first=1) == [[1], [3], [3], [3]]
+    assert counts(10, 4, last=1) == [[3], [3], [3], [1]]
+    assert counts(11, 4, first=2, last=1) == [[2], [4], [4], [1]]
+    assert counts(7, 2, first=5, last=2) == [[5], [2]]
+    assert counts(11, 3, 2, first=2, last=3) == [[1, 1], [3, 3], [2, 1]]
+    for rest in ({"first": 9}, {"first": 4, "last": 5}, {"last": 8}):
+        with pytest.raises(ValueError, match="layers cannot fill"):
+            split(10, 4, **rest)
+    with pytest.raises(ValueError, match="number of pipeline stages must be at least 1, got 0"):
+        split(10, 2, first=4, last=5)
