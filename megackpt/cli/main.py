@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, Command] = {
     "train": Command("megackpt.cli.train", "train a GPT model (the same as pretrain_gpt.py)"),
     "plan": Command("megackpt.cli.plan", "memory and time of a run before it starts, and the recompute that fits"),
     "convert": Command("megackpt.cli.convert", "weights from and to Hugging Face, and from Megatron-LM"),
+    "generate": Command("megackpt.cli.generate", "continue a text with the weights of a checkpoint"),
     "compare": Command("megackpt.cli.compare", "two plans written by plan --json, side by side"),
 }
 

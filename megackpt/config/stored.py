@@ -44,7 +44,7 @@ def read_section(text: str, section: str, **changes: Value) -> object:
     if not isinstance(document, Mapping) or not isinstance(document.get(section), Mapping):
         raise UsageError(f"the stored configuration has no section {section!r}")
     source = Source("the stored configuration")
-    read_mapping({section: document[section]}, source)
+    read_mapping(document, source)  # all of it: --vocab-size of the model counts for the data too
     problems = [*source.unknown, *source.refused, *source.errors]
     if problems:
         raise UsageError("\n".join(problems))

@@ -127,19 +127,20 @@ class Head(nn.Module):
         y = gather_step(step, "head.gather", self.tp, y)  # [s, b, h]
         targets = labels.t().contiguous()  # [s, b]
         if self.loss_chunk_size is None:
-            y = step("head.logits", self._logits, y)  # [s, b, V/t]; the gathered input is not held while the loss runs
+            y = step("head.logits", self.logits, y)  # [s, b, V/t]; the gathered input is not held while the loss runs
             return step("head.loss", self._loss, y, targets)
         # One split and one cat, not slices: a slice's backward would write a whole [s, b, h] of zeros per part.
         parts = zip(y.split(self.loss_chunk_size), targets.split(self.loss_chunk_size), strict=True)
         return torch.cat([step("head.chunk", self._logits_and_loss, *part) for part in parts])
 
     def _logits_and_loss(self, y: Tensor, targets: Tensor) -> Tensor:  # [c, b, h], [c, b] -> [c, b]
-        return self._loss(self._logits(y), targets)
+        return self._loss(self.logits(y), targets)
 
     def _loss(self, logits: Tensor, targets: Tensor) -> Tensor:  # [s, b, V/t], [s, b] -> [s, b]
         return vocab_parallel_cross_entropy(logits, targets, self.tp.axis, self.vocab)
 
-    def _logits(self, y: Tensor) -> Tensor:  # [s, b, h] -> [s, b, V/t]
+    def logits(self, y: Tensor) -> Tensor:
+        """Normalised hidden states [s, b, h] to this rank's columns of the logits, [s, b, V/t]."""
         weight = self.weight if self.weight is not None else self._tied[0]
         assert weight is not None
         return linear(y, weight, None, self.tp.sink, self.tp.input_gradient_axis)
