@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # From a fresh clone to a trained model in one command: environment, corpus, tokenizer, a run in two dimensions of
-# model parallelism with recomputation, a resumed run, and a folder with its curves.
+# model parallelism with recomputation, a resumed run, a folder with its curves, and a text that the model continues.
 #
 #   bash examples/quickstart.sh                    the sources of Python's standard library as text
 #   bash examples/quickstart.sh --text book.txt    your own UTF-8 text
@@ -39,7 +39,7 @@ cd "$root"
 
 say() { printf '\n== %s\n' "$*"; }
 
-say "1/5 environment"
+say "1/6 environment"
 python=python3
 if [ "$install" = yes ]; then
     # shellcheck source=tools/venv.sh
@@ -52,7 +52,7 @@ fi
 # One thread per process: four processes share the cores, and results do not depend on how many there are.
 export OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive TOKENIZERS_PARALLELISM=false
 
-say "2/5 text, tokenizer, tokens"
+say "2/6 text, tokenizer, tokens"
 data="$out/data"
 mkdir -p "$data"
 # What was made from the same text is used again: it is the same to the byte.
@@ -71,7 +71,7 @@ fi
 "$python" tools/corpus_entropy.py "$data/corpus_text_document"
 entropy="$("$python" tools/corpus_entropy.py --number-only "$data/corpus_text_document")"
 
-say "3/5 training"
+say "3/6 training"
 gpus=0
 if command -v nvidia-smi >/dev/null; then
     gpus="$(nvidia-smi --list-gpus 2>/dev/null | grep -c '^GPU' || true)"
@@ -110,10 +110,10 @@ train() {
 }
 train --exit-interval "$iterations"
 
-say "4/5 resuming from the checkpoint, in new processes, for $more more iterations"
+say "4/6 resuming from the checkpoint, in new processes, for $more more iterations"
 train
 
-say "5/5 report"
+say "5/6 report"
 "$python" tools/plot_run.py "$run" --reference-loss "$entropy" --reference-label "unigram entropy" >/dev/null
 "$python" - "$run" "$entropy" <<'PYTHON'
 import json
@@ -135,3 +135,8 @@ if not loss < entropy:
     sys.exit("the validation loss is not below the unigram entropy: the model has not learnt to use context")
 print("the model uses context: its validation loss is below the unigram entropy")
 PYTHON
+
+say "6/6 the model goes on with a text"
+prompt="def __init__(self"
+if [ -n "$text" ]; then prompt="$(head -c 2000 "$text" | tr '\n' ' ' | cut -d' ' -f1-6)"; fi
+"$python" -m megackpt generate --load "$run/checkpoints" --prompt "$prompt" --num-tokens 60 --temperature 0.7 --top-p 0.9

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     except UsageError as error:
         refuse(error, 0)
     except CheckpointError as error:
-        print(f"megackpt: error: {error}")
+        print(f"megackpt: error: {error}", file=sys.stderr)
         return 1
     return 0
 

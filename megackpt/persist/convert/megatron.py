@@ -116,21 +116,15 @@ def load_restricted(path: Path) -> Any:
         wanted = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
     except (RuntimeError, OSError, ValueError, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error
-    allowed: list[Any] = [argparse.Namespace]
-    strange: list[str] = []
-    for name in wanted:
-        if name == "argparse.Namespace":
-            continue
-        if name in _NUMPY:
-            allowed.append((_NUMPY[name], name))
-        elif name.startswith("megatron."):
-            allowed.append((Inert, name))
-        else:
-            strange.append(name)
+    known = {"argparse.Namespace", *_NUMPY}
+    inert = [name for name in wanted if name.startswith("megatron.")]
+    strange = sorted(set(wanted) - known - set(inert))
     if strange:
-        raise CheckpointError(f"{path} wants to run {', '.join(sorted(strange))}: it is refused")
+        raise CheckpointError(f"{path} wants to run {', '.join(strange)}: it is refused")
     try:
-        with torch.serialization.safe_globals(allowed):
+        # numpy's scalar types are asked for while unpickling, without being named in the file.
+        allowed = [argparse.Namespace, *((value, name) for name, value in _NUMPY.items())]
+        with torch.serialization.safe_globals([*allowed, *((Inert, name) for name in inert)]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, OSError, ValueError, TypeError, pickle.UnpicklingError, EOFError) as error:
         raise CheckpointError(f"{path} cannot be read: {' '.join(str(error).split())[:200]}") from error

@@ -1,0 +1,65 @@
+"""The command lines of `megackpt convert` and `megackpt generate`: what they refuse, and what they print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megackpt.cli.main import main
+from megackpt.persist.convert import read_folder, write_checkpoint
+from tests.persist.convert.made import GPT2, equal, tensors_of, weights_of
+
+
+def ends(argv: list[str]) -> int:
+    try:
+        return main(argv)
+    except SystemExit as end:
+        assert isinstance(end.code, int)
+        return end.code
+
+
+def test_a_checkpoint_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(tmp_path / "ours", weights_of(GPT2))
+    argv = ["convert", "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "theirs")]
+    assert ends(argv) == 0
+    assert "5 layers, hidden 48, vocabulary 257, float32" in capsys.readouterr().out
+    assert equal(read_folder(tmp_path / "theirs"), tensors_of(GPT2))
+    assert ends(argv) == 2
+    assert f"{tmp_path / 'theirs'} exists already: give a new folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "words"),
+    [
+        (["convert", "--load", "{}/none", "--save", "{}/b"], 2, "{}/none is not a folder"),
+        (["convert", "--load", "{}", "--save", "{}/b"], 2, "{} is none of: a Hugging Face folder (config.json)"),
+        (["convert", "--load", "{}/ours", "--save", "{}/b", "--iteration", "3"], 2, "no checkpoint of iteration 3"),
+        (["convert", "--load", "{}/ours", "--save", "{}/b", "--max-file-gib", "0"], 2, "--max-file-gib must be above"),
+        (["convert", "--load", "{}/ours", "--save", "{}/b", "--vocab-size", "300"], 2, "has 257 rows"),
+        (["generate", "--load", "{}/ours", "--prompt", "1", "--num-tokens", "0"], 2, "--num-tokens must be at least 1"),
+        (["generate", "--load", "{}/ours", "--prompt", "1", "--top-k", "5"], 2, "no effect without --temperature"),
+        (
+            ["generate", "--load", "{}/ours", "--prompt", "1", "--tensor-model-parallel-size", "2"],
+            2,
+            "torchrun --nproc-per-node 2 -m megackpt generate",
+        ),
+    ],
+)
+def test_refusals(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], argv: list[str], code: int, words: str
+) -> None:
+    write_checkpoint(tmp_path / "ours", weights_of(GPT2))
+    assert ends([word.format(tmp_path) for word in argv]) == code
+    said = capsys.readouterr().err
+    assert words.format(tmp_path) in said and said.count("error:") == 1
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_checkpoint(tmp_path / "ours", weights_of(GPT2)) / "rank_00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    assert ends(["convert", "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "b")]) == 1
+    assert "rank_00000.safetensors has changed since it was written" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
