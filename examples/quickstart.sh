@@ -139,4 +139,4 @@ PYTHON
 say "6/6 the model goes on with a text"
 prompt="def __init__(self"
 if [ -n "$text" ]; then prompt="$(head -c 2000 "$text" | tr '\n' ' ' | cut -d' ' -f1-6)"; fi
-"$python" -m megackpt generate --load "$run/checkpoints" --prompt "$prompt" --num-tokens 60 --temperature 0.7 --top-p 0.9
+"$python" -m megackpt.cli generate --load "$run/checkpoints" --prompt "$prompt" --num-tokens 60 --temperature 0.7 --top-p 0.9

@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         if tensor != launch.world_size:
             raise UsageError(
                 f"--tensor-model-parallel-size {tensor}, but {launch.world_size} processes were started: start it with"
-                f" torchrun --nproc-per-node {tensor} -m megackpt generate ..."
+                f" torchrun --nproc-per-node {tensor} -m megackpt.cli generate ..."
             )
         if own.num_tokens < 1:
             raise UsageError(f"--num-tokens must be at least 1; got {own.num_tokens}.")
@@ -55,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="megackpt generate",
         description="Continue texts with the weights of a checkpoint (of a run, or of megackpt convert), greedily or by"
         " sampling, with the keys and values of earlier tokens kept. Any tensor-parallel size: torchrun"
-        " --nproc-per-node 2 -m megackpt generate ...; the layout that saved the checkpoint does not matter. The"
+        " --nproc-per-node 2 -m megackpt.cli generate ...; the layout that saved the checkpoint does not matter. The"
         " checkpoint names its tokenizer; --tokenizer-type and what belongs to it name another one. Without one,"
         " prompts and answers are token ids.",
         allow_abbrev=False,

@@ -173,6 +173,4 @@ def _tokenizer(config: str, data: DataConfig | None) -> Tokenizer | None:
             return None
         assert isinstance(stored, DataConfig)
         data = stored
-    if data.tokenizer_type is None:
-        return None
-    return build_tokenizer(data.tokenizer_type, data.tokenizer_model, data.vocab_size)
+    return None if data.tokenizer is None else build_tokenizer(data.tokenizer)

@@ -42,7 +42,7 @@ def test_a_checkpoint_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
         (
             ["generate", "--load", "{}/ours", "--prompt", "1", "--tensor-model-parallel-size", "2"],
             2,
-            "torchrun --nproc-per-node 2 -m megackpt generate",
+            "torchrun --nproc-per-node 2 -m megackpt.cli generate",
         ),
     ],
 )

@@ -123,7 +123,7 @@ def load_restricted(path: Path) -> Any:
         raise CheckpointError(f"{path} wants to run {', '.join(strange)}: it is refused")
     try:
         # numpy's scalar types are asked for while unpickling, without being named in the file.
-        allowed = [argparse.Namespace, *((value, name) for name, value in _NUMPY.items())]
+        allowed: list[Any] = [argparse.Namespace, *((value, name) for name, value in _NUMPY.items())]
         with torch.serialization.safe_globals([*allowed, *((Inert, name) for name in inert)]):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (RuntimeError, OSError, ValueError, TypeError, pickle.UnpicklingError, EOFError) as error:

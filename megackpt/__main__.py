@@ -1,8 +1,0 @@
-"""``python -m megackpt COMMAND ...``, the same as the ``megackpt`` command; torchrun takes it with ``-m``."""
-
-import sys
-
-from megackpt.cli.main import main
-
-if __name__ == "__main__":
-    sys.exit(main())
