@@ -21,6 +21,10 @@ class TrainConfig:
     exit_interval: int | None = None
     """Stop, saving, at an iteration that this divides."""
     seed: int = 1234
+    max_skipped_iterations: int = 10
+    """Steps in a row without finite gradients that end the run; those that lower the loss scale do not count."""
+    check_for_nan: bool = True
+    """False: no number of such steps ends it."""
 
     def __post_init__(self) -> None:
         if self.train_iters is not None and self.train_samples is not None:
@@ -35,6 +39,7 @@ class TrainConfig:
         at_least("--eval-interval", self.eval_interval, 1)
         at_least("--eval-iters", self.eval_iters, 0)
         at_least("--exit-interval", self.exit_interval, 1)
+        at_least("--max-skipped-iterations", self.max_skipped_iterations, 1)
         at_least("--seed", self.seed, 0)
 
     @property

@@ -8,8 +8,6 @@ from megackpt.config.precision import PARAMS_DTYPES
 
 TRAINING = "Batch, optimizer, schedule"
 
-_FP16 = "use --bf16, which needs no loss scale."
-
 ROWS: tuple[Flag, ...] = (
     works(
         "--micro-batch-size",
@@ -232,6 +230,56 @@ ROWS: tuple[Flag, ...] = (
         implies=(("grad-reduce-in-bf16", False),),
     ),
     works(
+        "--loss-scale",
+        TRAINING,
+        "float",
+        "precision.loss_scale",
+        "Static loss scale.",
+        default="dynamic with --fp16, else 1",
+    ),
+    works(
+        "--initial-loss-scale",
+        TRAINING,
+        "float",
+        "precision.initial_loss_scale",
+        "Where a dynamic loss scale begins.",
+        default="2^32",
+    ),
+    works("--min-loss-scale", TRAINING, "float", "precision.min_loss_scale", "The least dynamic loss scale."),
+    works(
+        "--loss-scale-window",
+        TRAINING,
+        "int",
+        "precision.loss_scale_window",
+        "Steps without an overflow after which the dynamic loss scale doubles.",
+        minimum=1,
+    ),
+    works(
+        "--hysteresis",
+        TRAINING,
+        "int",
+        "precision.hysteresis",
+        "Overflows after which the dynamic loss scale halves.",
+        minimum=1,
+    ),
+    works(
+        "--max-skipped-iterations",
+        TRAINING,
+        "int",
+        "train.max_skipped_iterations",
+        "Steps in a row without finite gradients that end the run. Each is left out and reported; one that lets the"
+        " dynamic loss scale fall does not count. 1 is Megatron's way.",
+        minimum=1,
+    ),
+    works(
+        "--no-check-for-nan-in-loss-and-grad",
+        TRAINING,
+        "switch",
+        "train.check_for_nan",
+        "No number of such steps ends the run.",
+        const=False,
+    ),
+    works(
         "--finetune",
         TRAINING,
         "switch",
@@ -261,9 +309,6 @@ ROWS: tuple[Flag, ...] = (
     accept("--manual-gc", TRAINING, "switch", "Changes no result."),
     accept("--manual-gc-interval", TRAINING, "int", "Changes no result."),
     accept("--empty-unused-memory-level", TRAINING, "int", "Changes no result."),
-    later("--loss-scale", TRAINING, "float", _FP16),
-    later("--initial-loss-scale", TRAINING, "float", _FP16),
-    later("--hysteresis", TRAINING, "int", _FP16),
     later("--rampup-batch-size", TRAINING, "many", "use a fixed --global-batch-size."),
     later(
         "--exit-duration-in-mins",
@@ -273,7 +318,6 @@ ROWS: tuple[Flag, ...] = (
     ),
     later("--exit-signal-handler", TRAINING, "switch", "use --save-interval."),
     later("--deterministic-mode", TRAINING, "switch"),
-    later("--no-check-for-nan-in-loss-and-grad", TRAINING, "switch"),
     later("--use-precision-aware-optimizer", TRAINING, "switch"),
     later("--optimizer-cpu-offload", TRAINING, "switch"),
 )

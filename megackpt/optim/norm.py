@@ -31,14 +31,11 @@ _MARGIN = 1.0e-6  # as in Megatron: keeps the coefficient finite for a gradient 
 @dataclass(frozen=True)
 class GradientStatistics:
     """Before clipping: `norm` (L2, of the whole model) and, if asked for, the number of elements that are
-    zero."""
+    zero.  `finite` is about all gradients, those of copies that do not count in the norm too."""
 
     norm: float
+    finite: bool
     num_zeros: int | None = None
-
-    @property
-    def finite(self) -> bool:
-        return math.isfinite(self.norm)
 
 
 def is_counted(record: ParameterRecord, mesh: ProcessMesh) -> bool:
@@ -54,13 +51,15 @@ def gradient_statistics(
     Padding rows of the vocabulary are not counted as zeros: the number does not depend on the padding.
     """
     counted = [entry for entry in buffer.entries if is_counted(entry.record, mesh)]
-    values = [squared_norm([entry.gradient for entry in counted], buffer.flat.device)]
+    copies = [entry for entry in buffer.entries if not is_counted(entry.record, mesh)]
+    values = [squared_norm([e.gradient for e in entries], buffer.flat.device) for entries in (counted, copies)]
     if count_zeros:
         real = [without_padding(entry.gradient, entry.record, mesh) for entry in counted]
         zeros = [part.numel() - torch.count_nonzero(part) for part in real]
         values.append(torch.stack(zeros).sum() if zeros else torch.zeros_like(values[0]))
     totals = _sum_over_model(values, mesh)
-    return GradientStatistics(math.sqrt(totals[0]), int(totals[1]) if count_zeros else None)
+    finite = math.isfinite(totals[0]) and math.isfinite(totals[1])
+    return GradientStatistics(math.sqrt(totals[0]), finite, int(totals[2]) if count_zeros else None)
 
 
 def params_norm(parameters: Iterable[tuple[Tensor, ParameterRecord]], mesh: ProcessMesh) -> float:

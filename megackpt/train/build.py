@@ -33,11 +33,13 @@ from megackpt.plan.decision import OFFLOAD_DISK, OFFLOAD_HOST, SHARD
 from megackpt.plan.split import Split
 from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK, whole_outputs
 from megackpt.precision.policy import Precision
+from megackpt.precision.scaler import LossScaler
 from megackpt.recompute import KeptBytes, RngLedger
 from megackpt.recompute.tiers import HostTier, ShardTier, Tier
 from megackpt.tensor.collectives import gather_flat
 from megackpt.tensor.context import TensorParallel
 from megackpt.train.agree import agree, together
+from megackpt.train.health import Health
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,8 @@ class Trainer:
     buffer: GradientBuffer
     optimizer: MasterOptimizer
     learning_rate: LearningRate
+    scaler: LossScaler
+    health: Health
     datasets: Datasets
     vocab: int
     tokenizer: Tokenizer | None
@@ -107,6 +111,8 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         buffer=buffer,
         optimizer=MasterOptimizer(buffer, config.optimizer),
         learning_rate=LearningRate.from_config(config.optimizer, config.train, config.batch),
+        scaler=LossScaler.from_config(config.precision),
+        health=Health(config.train.max_skipped_iterations if config.train.check_for_nan else None),
         datasets=together(lambda: build_data(config, vocab, tokenizer)),
         vocab=vocab,
         tokenizer=tokenizer,

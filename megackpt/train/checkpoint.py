@@ -34,6 +34,8 @@ def save_run(trainer: Trainer, where: Position, group: ProcessGroup | None = Non
         "consumed_samples": where.consumed_samples,
         "optimizer_steps": trainer.optimizer.step_count,
         "learning_rate": asdict(trainer.learning_rate),
+        "loss_scale": trainer.scaler.state_dict(),
+        "skipped_in_a_row": trainer.health.in_a_row,
         "data": DataPosition(
             where.consumed_samples, trainer.datasets.train.fingerprint, trainer.datasets.description
         ).to_dict(),
@@ -81,6 +83,8 @@ def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str]
     if trainer.config.checkpoint.finetune:
         messages.append("finetuning: starting at iteration 0 with the loaded weights")
         return Start(Position(), trainer.learning_rate, tuple(messages))
+    trainer.scaler.load_state_dict(extra["loss_scale"])
+    trainer.health.in_a_row = int(extra["skipped_in_a_row"])
     flags = trainer.config.optimizer
     rate = trainer.learning_rate.resumed(
         extra["learning_rate"], use_saved=flags.use_checkpoint_schedule, override=flags.override_schedule

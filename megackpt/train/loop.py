@@ -25,6 +25,7 @@ from megackpt.pipeline.errors import PipelineError
 from megackpt.train.agree import together
 from megackpt.train.build import Trainer, build, build_data
 from megackpt.train.checkpoint import Position, load_run, save_run
+from megackpt.train.health import TrainingStopped
 from megackpt.train.report import Reporter, over_ranks
 from megackpt.train.step import StepOutcome, Stepper
 
@@ -40,7 +41,7 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> int:
             train(build(config, seam))
         finally:
             shutdown()
-    except (UsageError, CheckpointError) as error:  # raised on every rank alike
+    except (UsageError, CheckpointError, TrainingStopped) as error:  # raised on every rank alike
         if launch.rank == 0:
             print(f"megackpt: error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UsageError) else 1
@@ -114,6 +115,8 @@ class Loop:
             self._saved_bytes = over_ranks(trainer.account.peak, trainer)
         peaks = over_ranks(peak.bytes, trainer) if peak is not None else None
         self._report(outcome, seconds, peaks)
+        if trainer.health.hopeless:
+            trainer.health.stop(trainer.mesh, number, outcome.loss, outcome.loss_scale)
 
     @contextmanager
     def _named(self, number: int) -> Iterator[None]:

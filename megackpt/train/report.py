@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from datetime import datetime
@@ -132,12 +133,13 @@ class Reporter:
             iteration_time_s=seconds,
             learning_rate=outcome.learning_rate,
             decoupled_learning_rate=outcome.decoupled_learning_rate,
+            loss_scale=outcome.loss_scale,
             lm_loss=outcome.loss,
             grad_norm=outcome.grad_norm,
             num_zeros=outcome.num_zeros,
             params_norm=outcome.params_norm,
             skipped_iterations=int(outcome.skipped),
-            nan_iterations=int(outcome.skipped),
+            nan_iterations=int(not math.isfinite(outcome.loss)),
             world_size=devices,
             tokens_per_s=rates.tokens_per_s,
             tflops_per_device=rates.tflops_per_device,

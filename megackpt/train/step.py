@@ -33,7 +33,8 @@ from megackpt.train.build import Trainer
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one step did, the same on all ranks.  ``skipped``: the gradient was not finite and nothing was updated."""
+    """What one step did, the same on all ranks.  ``skipped``: the gradient was not finite and nothing was updated;
+    the loss scale is the one that it used."""
 
     loss: float
     tokens: int
@@ -42,6 +43,7 @@ class StepOutcome:
     params_norm: float | None
     learning_rate: float
     decoupled_learning_rate: float | None
+    loss_scale: float
     skipped: bool
 
 
@@ -86,7 +88,8 @@ class Stepper:
         if not piece.is_last:
             return (model(x),)
         total, tokens = masked_loss(model(x, batch["labels"]), batch["loss_mask"])
-        return StageResult(total / self.nominal_tokens, {"total": total.double(), "tokens": tokens})
+        seed = total / (self.nominal_tokens / self.trainer.scaler.scale)
+        return StageResult(seed, {"total": total.double(), "tokens": tokens})
 
     def _next_batch(self) -> dict[str, Tensor]:
         device = self.trainer.seam.device
@@ -106,7 +109,10 @@ class Stepper:
         self._training(True)
         trainer.buffer.zero_()
         total, tokens = self._run(batches, trainer.config.micro_batches, forward_only=False)
-        scale = self.nominal_tokens / tokens if tokens else 0.0
+        if trainer.health.last_chance:
+            gradients = trainer.buffer.gradients()
+            trainer.health.look((record, gradients[record.name]) for _, record in trainer.parameters)
+        scale = self.nominal_tokens / tokens / trainer.scaler.scale if tokens else 0.0
         finish(
             trainer.buffer,
             trainer.mesh,
@@ -120,11 +126,15 @@ class Stepper:
         trainer, logging = self.trainer, self.trainer.config.logging
         statistics = gradient_statistics(trainer.buffer, trainer.mesh, count_zeros=logging.log_num_zeros_in_grad)
         total, tokens = totals
+        loss_scale = trainer.scaler.scale
         rates = trainer.learning_rate(consumed_samples)
         healthy = statistics.finite and math.isfinite(total)
         if healthy:
             clip_(trainer.buffer, statistics.norm, trainer.config.optimizer.clip_grad)
             trainer.optimizer.step(rates.rate, rates.decoupled)
+        curable = trainer.scaler.can_fall
+        trainer.scaler.update(not healthy)
+        trainer.health.update(healthy, curable)
         norm = params_norm(trainer.optimizer.masters(), trainer.mesh) if logging.log_params_norm else None
         return StepOutcome(
             loss=total / tokens if tokens else 0.0,
@@ -134,6 +144,7 @@ class Stepper:
             params_norm=norm,
             learning_rate=rates.rate,
             decoupled_learning_rate=rates.decoupled,
+            loss_scale=loss_scale,
             skipped=not healthy,
         )
 

@@ -215,12 +215,12 @@ def test_accepted_flags_make_one_line() -> None:
 
 
 def test_ignore_unsupported_warns_instead(tmp_path: Path) -> None:
-    result = parsed("--qk-layernorm --loss-scale 1024 --num-experts 8 --ignore-unsupported")
+    result = parsed("--qk-layernorm --padded-vocab-size 512 --num-experts 8 --ignore-unsupported")
     assert result.config == run()
     assert result.notices == (
         "warning: ignored, --qk-layernorm is not available in this version.",
-        "warning: ignored, --loss-scale 1024.0 is not available in this version: use --bf16, which needs no loss"
-        " scale.",
+        "warning: ignored, --padded-vocab-size 512 is not available in this version: use --vocab-size and"
+        " --make-vocab-size-divisible-by.",
         "warning: ignored, --num-experts 8 is not part of megackpt: models are dense: leave it out.",
     )
     with pytest.raises(UsageError, match="^unknown flag --zzz"):

@@ -608,6 +608,15 @@ TABLE = [
         1,
         "--decoupled-min-lr 0.001 is above --decoupled-lr 0.0001. Nearest valid: --decoupled-min-lr 0.0001.",
     ),
+    (
+        "",
+        "--fp16 --min-loss-scale 16 --initial-loss-scale 8",
+        1,
+        "--min-loss-scale 16 is above --initial-loss-scale 8. Nearest valid: --min-loss-scale 8.",
+    ),
+    ("", "--fp16 --loss-scale 0", 1, "--loss-scale must be above 0; got 0.0."),
+    ("", "--fp16 --hysteresis 0", 1, "--hysteresis must be at least 1; got 0."),
+    ("", "--max-skipped-iterations 0", 1, "--max-skipped-iterations must be at least 1; got 0."),
     ("", "--optimizer sgd --sgd-momentum 1.0", 1, "--sgd-momentum must be in [0.0, 1.0); got 1.0."),
 ]
 

@@ -19,7 +19,7 @@ BETAS = (0.9, 0.95)
 
 def one_rank() -> ProcessMesh:
     axis = single_axis()
-    return ProcessMesh(MeshShape(), 0, MeshShape().coordinates(0), *[axis] * 9)
+    return ProcessMesh(MeshShape(), 0, MeshShape().coordinates(0), *[axis] * 11)
 
 
 def record(name: str, parameter: Tensor, **fields: object) -> ParameterRecord:

@@ -175,7 +175,7 @@ def test_gradients_norm_and_collectives(tp: int, dp: int, pp: int, sequence_para
         partial, flat = result["sizes"]
         expected = [partial] * (sequence_parallel and tp > 1) + [flat] * (dp > 1) + [12 // tp * 6] * (pp > 1)
         assert result["in_finish"] == expected
-        assert result["in_norm"] == ([tp * pp * 2] if tp * pp > 1 else [])
+        assert result["in_norm"] == ([tp * pp * 3] if tp * pp > 1 else [])
 
 
 def trained(rank: int, world_size: int, tp: int, dp: int, pp: int, steps: int, name: str) -> dict[str, Any]:

@@ -111,7 +111,7 @@ def test_bf16_parameters_are_rounded_fp32_masters() -> None:
     assert torch.equal(weight, master.bfloat16()) and not torch.equal(weight, torch.ones_like(weight))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_weights_loaded_without_optimizer_state_survive_a_step_of_rate_zero(dtype: torch.dtype) -> None:
     # MP-01
     buffer = buffer_of(weights(dtype), **NO_DECAY)

@@ -36,6 +36,15 @@ def test_copies_that_do_not_count() -> None:
     assert gradient_statistics(buffer, one_rank()).norm == pytest.approx(math.sqrt(8), rel=1e-15)
 
 
+def test_a_copy_that_does_not_count_may_still_not_be_finite() -> None:
+    for value in (math.inf, math.nan):
+        buffer = buffer_of({"copy": torch.zeros(3), "w": torch.zeros(2)}, copy={"counted": False})
+        assert gradient_statistics(buffer, one_rank()).finite
+        buffer.gradients()["copy"][1] = value
+        statistics = gradient_statistics(buffer, one_rank())
+        assert not statistics.finite and statistics.norm == 0.0
+
+
 def test_params_norm_is_that_of_the_masters() -> None:
     buffer = buffer_of({"w": torch.ones(4, dtype=torch.bfloat16)})
     optimizer = adamw(buffer, weight_decay=0.0)
@@ -72,7 +81,7 @@ def test_clipping_scales_to_the_limit_and_leaves_smaller_gradients_alone() -> No
     assert coefficient == pytest.approx(0.5, rel=1e-7)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rate_zero_repeats_the_same_norm(dtype: torch.dtype) -> None:  # LS-06
     buffer = buffer_of(
         {"w": draw(8, 5, seed=0, dtype=dtype), "b": draw(8, seed=1, dtype=dtype)}, b={"decay": False}

@@ -117,9 +117,9 @@ def _repeated(rank: int, world_size: int, flags: Flags, layout: Layout) -> list[
 
 
 @pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, pp=2, sp=True), Layout(dp=2)], ids=str)
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_rate_zero_repeats_the_same_norm(dtype: str, layout: Layout) -> None:  # LS-06
-    flags = GPT | {"params-dtype": dtype, "lr": 0.0, "min-lr": 0.0}
+    flags = GPT | {"params-dtype": dtype, "lr": 0.0, "min-lr": 0.0, "initial-loss-scale": 4096}
     found = run_distributed(_repeated, layout.world_size, flags, layout)
     assert found[0][0] == found[0][1] == found[0][2] > 1.0
     assert all(norms == found[0] for norms in found)
