@@ -3,7 +3,8 @@
 from megackpt.data.build import Datasets, SampleCounts, build_datasets, build_mock_datasets
 from megackpt.data.dataset import Batch, Sample, SampleDataset, collate
 from megackpt.data.gpt_dataset import GPTDataset, SampleFormat
-from megackpt.data.indexed import IndexedDataset, IndexedWriter
+from megackpt.data.indexed import IndexedDataset
+from megackpt.data.indexed_writer import IndexedWriter
 from megackpt.data.loader import MicroBatchLoader
 from megackpt.data.mock import MockDataset
 from megackpt.data.position import DataPosition, resume_message

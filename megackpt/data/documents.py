@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, cast
+from typing import BinaryIO
 
 from megackpt.config.errors import UsageError
+from megackpt.data.compressed import is_compressed, open_input
 
 FORMATS = ("auto", "jsonl", "text")
 _JSON_SUFFIXES = (".jsonl", ".json", ".ndjson")
+_MAX_LINE_BYTES = 1 << 28  # a longer line is left out (JSON) or cut (text): it is no document, and memory has an end
 _MAX_STRETCH = 4  # a plain-text document may grow to this many times its target before it is cut inside a paragraph
 
 
@@ -22,11 +23,19 @@ class DocumentReader:
 
     `odd` counts by reason; `examples` holds the first places, for the report. A key that is missing or not a
     string is left out of that document's mapping; a mapping without any key is not yielded. `bytes_read` is the
-    progress in the file (uncompressed for .gz).
+    progress in the file (uncompressed for .gz and .zst).
+
+    With `part` = (start, stop) only the lines whose first byte lies in that range of the file are read; for JSON
+    lines that are not compressed. Raises UsageError if a compressed file is damaged or cut off.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], keys: Sequence[str], file_format: str, document_chars: int
+        self,
+        path: str | os.PathLike[str],
+        keys: Sequence[str],
+        file_format: str,
+        document_chars: int,
+        part: tuple[int, int] | None = None,
     ) -> None:
         self.path = Path(path)
         if not self.path.is_file():
@@ -34,6 +43,7 @@ class DocumentReader:
         self.keys = tuple(keys)
         self.format = _resolve(self.path, file_format)
         self.document_chars = document_chars
+        self.part = part
         self.odd: Counter[str] = Counter()
         self.examples: list[str] = []
         self.bytes_read = 0
@@ -51,17 +61,44 @@ class DocumentReader:
         if self.odd[reason] <= 3:
             self.examples.append(f"{self.path.name}, {place}: {reason}")
 
+    @property
+    def divisible(self) -> bool:
+        """Whether parts of the file can be read on their own."""
+        return self.format == "jsonl" and not is_compressed(self.path)
+
     def _lines(self) -> Iterator[str]:
-        opener = cast(Callable[[Path, str], BinaryIO], gzip.open if self.path.suffix == ".gz" else Path.open)
-        with opener(self.path, "rb") as stream:
-            for raw in stream:  # split at \n only: JSON strings may hold other line ends
-                text = raw.removeprefix(b"\xef\xbb\xbf") if self.bytes_read == 0 else raw
+        start, stop = self.part or (0, None)
+        with open_input(self.path) as stream:
+            if start:
+                stream.seek(start - 1)
+                self._skip_line(stream)  # it belongs to the part before
+                start = stream.tell()
+            while stop is None or start + self.bytes_read < stop:
+                raw = stream.readline(_MAX_LINE_BYTES)  # split at \n only: JSON strings may hold other line ends
+                if not raw:
+                    return
+                at_start = start + self.bytes_read == 0
                 self.bytes_read += len(raw)
-                yield text.decode("utf-8", errors="replace")
+                if len(raw) == _MAX_LINE_BYTES and self.format == "jsonl":
+                    self.bytes_read += self._skip_line(stream)
+                    self.note(f"a line longer than {_MAX_LINE_BYTES} bytes", f"byte {start + self.bytes_read}")
+                    continue
+                raw = raw.removeprefix(b"\xef\xbb\xbf") if at_start else raw
+                yield raw.decode("utf-8", errors="replace")
+
+    @staticmethod
+    def _skip_line(stream: BinaryIO) -> int:
+        """Read to the next line end; how many bytes that took."""
+        skipped = 0
+        while raw := stream.readline(_MAX_LINE_BYTES):
+            skipped += len(raw)
+            if raw.endswith(b"\n"):
+                break
+        return skipped
 
     def _json_documents(self) -> Iterator[dict[str, str]]:
         for number, line in enumerate(self._lines(), start=1):
-            place = f"line {number}"
+            place = f"line {number}" + (f" after byte {self.part[0]}" if self.part and self.part[0] else "")
             if not line.strip():
                 self.note("blank line", place)
                 continue
@@ -124,5 +161,5 @@ def _resolve(path: Path, file_format: str) -> str:
         raise UsageError(f"--input-format {file_format}: use one of {', '.join(FORMATS)}")
     if file_format != "auto":
         return file_format
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    suffix = Path(path.stem).suffix if is_compressed(path) else path.suffix
     return "jsonl" if suffix in _JSON_SUFFIXES else "text"

@@ -22,13 +22,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from array import array
+from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import BinaryIO
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from megackpt.config.errors import UsageError
 
@@ -36,18 +34,13 @@ MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
 DTYPES: dict[int, str] = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _HEADER_BYTES = 34
-_MAX_SEQUENCE = 2**31 - 1
-
-
-def token_dtype(vocab_size: int | None) -> np.dtype[np.generic]:
-    """The type that holds a vocabulary on disk: uint16 below 65,500 tokens, else int32."""
-    return np.dtype("<u2") if vocab_size is not None and vocab_size < 65_500 else np.dtype("<i4")
 
 
 class IndexedDataset:
     """Read-only documents, memory-mapped.
 
-    `lengths` is the token count of each document (int64 [documents]). Opening validates the whole index
+    `lengths` is the token count of each document (int64 [documents]); `sequence_lengths` that of each sequence, and
+    document d is the sequences `bounds[d]` to `bounds[d + 1]`. Opening validates the whole index
     (magic, version, sizes, monotone offsets, bounds of `.bin`, integer tokens) and raises UsageError with the
     file and the figure that is wrong, so that a damaged file is found before training and not in its middle.
     """
@@ -60,13 +53,15 @@ class IndexedDataset:
         data_bytes = data_path.stat().st_size
         _check_sequences(index_path, lengths, pointers, bounds, self.dtype.itemsize, data_bytes)
 
+        self.sequence_lengths: NDArray[np.int32] = lengths
+        self.bounds: NDArray[np.int64] = bounds
         totals = np.zeros(len(lengths) + 1, dtype=np.int64)
         np.cumsum(lengths, out=totals[1:])
         self.lengths: NDArray[np.int64] = totals[bounds[1:]] - totals[bounds[:-1]]
         # First token of each document, counted in tokens; an empty one at the end has no sequence to point at.
         first = np.append(pointers, np.int64(0))[bounds[:-1]] // self.dtype.itemsize
         self._first: NDArray[np.int64] = first
-        self._data = _map_tokens(data_path, self.dtype, data_bytes // self.dtype.itemsize)
+        self._data: NDArray[np.generic] = _map_tokens(data_path, self.dtype, data_bytes // self.dtype.itemsize)
 
     def __len__(self) -> int:
         """Number of documents."""
@@ -85,9 +80,24 @@ class IndexedDataset:
         first = int(self._first[document])
         return self._data[first + offset : first + stop]
 
+    def last_tokens(self) -> NDArray[np.generic]:
+        """The last token of every document that has one, in the type on disk."""
+        filled = self.lengths > 0
+        return self._data[self._first[filled] + self.lengths[filled] - 1]
+
+    def runs(self) -> Iterator[NDArray[np.generic]]:
+        """All tokens in the order of the documents, as views of stretches without a gap."""
+        filled = np.flatnonzero(self.lengths)
+        first = self._first[filled]
+        ends = first + self.lengths[filled]
+        breaks = (np.flatnonzero(first[1:] != ends[:-1]) + 1).tolist()
+        for low, high in zip([0, *breaks], [*breaks, len(filled)], strict=True):
+            if high > low:
+                yield self._data[int(first[low]) : int(ends[high - 1])]
+
     def digest(self) -> str:
         """Digest of what the order of samples depends on: the length of every document."""
-        return hashlib.blake2b(self.lengths.tobytes(), digest_size=16).hexdigest()
+        return hashlib.blake2b(np.ascontiguousarray(self.lengths).data, digest_size=16).hexdigest()
 
 
 def _require_files(prefix: str, index_path: Path, data_path: Path) -> None:
@@ -162,88 +172,3 @@ def _check_sequences(
     inside[bounds[:-1][bounds[:-1] < sequences]] = False  # first sequences of documents may follow a gap
     if bool(np.any(gaps & inside[1:])):
         raise UsageError(f"{path}: the sequences of one document must lie next to each other in the .bin file")
-
-
-class IndexedWriter:
-    """Writes `<prefix>.bin` and `<prefix>.idx`; both appear under their names only when complete.
-
-    Use as a context manager: on an exception the partial files are removed. `add(tokens)` appends a document.
-    """
-
-    def __init__(self, prefix: str | os.PathLike[str], dtype: np.dtype[np.generic]) -> None:
-        code = next((c for c, name in DTYPES.items() if np.dtype(name) == np.dtype(dtype)), None)
-        if code is None or np.dtype(dtype).kind == "f":
-            raise UsageError(f"tokens cannot be stored as {np.dtype(dtype)}: use uint16 or int32")
-        self.prefix = os.fspath(prefix)
-        self.dtype = np.dtype(DTYPES[code])
-        self.documents = 0
-        self.total_tokens = 0
-        self._code = code
-        self._lengths = array("i")
-        self._limits = np.iinfo(self.dtype)
-        self._partial = f"{self.prefix}.partial-{os.getpid()}"
-        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
-        self._data: BinaryIO = Path(self._partial + ".bin").open("wb", buffering=1 << 20)  # noqa: SIM115  closed by close() or abort()
-
-    def add(self, tokens: ArrayLike) -> None:
-        """Append one document. Raises UsageError for ids that the type on disk cannot hold."""
-        values = np.asarray(tokens, dtype=np.int64)
-        if values.size > _MAX_SEQUENCE:
-            raise UsageError(f"a document of {values.size} tokens is longer than the format's {_MAX_SEQUENCE}")
-        if values.size:
-            low, high = int(values.min()), int(values.max())
-            if low < self._limits.min or high > self._limits.max:
-                raise UsageError(f"token ids {low} to {high} do not fit into {self.dtype} ({self.prefix}.bin)")
-        self._data.write(values.astype(self.dtype).tobytes())
-        self._lengths.append(values.size)
-        self.documents += 1
-        self.total_tokens += values.size
-
-    def close(self) -> None:
-        """Write the index, sync both files and give them their names (the index last)."""
-        try:
-            _sync_and_close(self._data)
-            with Path(self._partial + ".idx").open("wb") as index:
-                self._write_index(index)
-                index.flush()
-                os.fsync(index.fileno())
-            # An old index must never be seen beside new tokens.
-            Path(self.prefix + ".idx").unlink(missing_ok=True)
-            os.replace(self._partial + ".bin", self.prefix + ".bin")
-            os.replace(self._partial + ".idx", self.prefix + ".idx")
-        except BaseException:
-            self.abort()
-            raise
-
-    def _write_index(self, index: BinaryIO) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.int32) if self._lengths else np.empty(0, np.int32)
-        pointers = np.zeros(len(lengths) + 1, dtype="<i8")
-        np.cumsum(lengths.astype(np.int64) * self.dtype.itemsize, out=pointers[1:])
-        index.write(MAGIC + VERSION.to_bytes(8, "little") + bytes([self._code]))
-        index.write(len(lengths).to_bytes(8, "little") + (len(lengths) + 1).to_bytes(8, "little"))
-        index.write(lengths.astype("<i4").tobytes())
-        index.write(pointers[:-1].tobytes())
-        index.write(np.arange(len(lengths) + 1, dtype="<i8").tobytes())
-
-    def abort(self) -> None:
-        """Remove what was written so far."""
-        self._data.close()
-        for suffix in (".bin", ".idx"):
-            Path(self._partial + suffix).unlink(missing_ok=True)
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
-
-
-def _sync_and_close(stream: BinaryIO) -> None:
-    stream.flush()
-    os.fsync(stream.fileno())
-    stream.close()

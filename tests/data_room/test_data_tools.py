@@ -8,17 +8,19 @@ import math
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from megackpt.config.errors import UsageError
+from megackpt.config.tokenizer import TokenizerConfig
 from megackpt.data.corpus import source_documents, standard_library_root
 from megackpt.data.documents import DocumentReader, split_text
 from megackpt.data.entropy import corpus_statistics, token_counts, unigram_entropy
 from megackpt.data.indexed import IndexedDataset
 from megackpt.data.preprocess import preprocess
-from megackpt.data.tokenizer import NullTokenizer
+from megackpt.data.preprocess_part import PreprocessOptions
 from megackpt.data.tokenizer_sentencepiece import SentencePieceTokenizer
 from tests.data_room.tools import write_documents
 from tests.pool import ROOT
@@ -37,6 +39,10 @@ def jsonl(path: Path, *records: object) -> Path:
 def documents(prefix: str | Path) -> list[list[int]]:
     read = IndexedDataset(prefix)
     return [read.get(i).tolist() for i in range(len(read))]
+
+
+def null(vocab_size: int, **more: Any) -> PreprocessOptions:
+    return PreprocessOptions(TokenizerConfig(type="NullTokenizer", vocab_size=vocab_size), **more)
 
 
 NULL = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 100)
@@ -122,7 +128,7 @@ def test_several_files_and_keys_keep_their_order(tmp_path: Path) -> None:
     second = tmp_path / "b.jsonl.gz"
     with gzip.open(second, "wt") as stream:
         stream.write('\ufeff{"title": "20"}\n{"text": "3", "title": "30"}\n')
-    report = preprocess([first, second], str(tmp_path / "c"), NullTokenizer(100), keys=("text", "title"))
+    report = preprocess([first, second], str(tmp_path / "c"), null(100, keys=("text", "title")))
     assert documents(tmp_path / "c_text_document") == [[1], [2], [3]]
     assert documents(tmp_path / "c_title_document") == [[10], [20], [30]]
     assert report.documents == {"text": 3, "title": 3} and report.odd == {"no key 'title'": 1, "no key 'text'": 1}
@@ -131,14 +137,14 @@ def test_several_files_and_keys_keep_their_order(tmp_path: Path) -> None:
 def test_many_documents_pass_batch_borders_and_are_reported(tmp_path: Path) -> None:
     source = jsonl(tmp_path / "c.jsonl", *({"text": f"{i % 90} {i % 7}"} for i in range(1300)))
     said: list[str] = []
-    preprocess([source], str(tmp_path / "c"), NullTokenizer(100), say=said.append, interval_s=0.0)
+    preprocess([source], str(tmp_path / "c"), null(100), say=said.append, interval_s=0.0)
     assert documents(tmp_path / "c_text_document") == [[i % 90, i % 7] for i in range(1300)]
     assert [line.split(" | ")[1] for line in said] == ["512 documents", "1,024 documents", "1,300 documents"]
     assert said[-1].startswith("100.0 % | 1,300 documents | 2,600 tokens")
 
 
 def test_large_vocabularies_are_stored_as_int32(tmp_path: Path) -> None:
-    preprocess([jsonl(tmp_path / "c.jsonl", {"text": "70000"})], str(tmp_path / "c"), NullTokenizer(80_000))
+    preprocess([jsonl(tmp_path / "c.jsonl", {"text": "70000"})], str(tmp_path / "c"), null(80_000))
     assert IndexedDataset(tmp_path / "c_text_document").dtype == np.dtype("<i4")
     assert documents(tmp_path / "c_text_document") == [[70_000]]
 

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from megackpt.config.errors import UsageError
-from megackpt.data.indexed import IndexedDataset, IndexedWriter, token_dtype
+from megackpt.data.indexed import IndexedDataset
+from megackpt.data.indexed_writer import IndexedWriter, token_dtype
 from tests.data_room.tools import write_documents
 
 DOCUMENTS = [[7, 8, 9], [], [500], [1, 2]]

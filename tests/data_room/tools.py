@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from megackpt.data.indexed import IndexedDataset, IndexedWriter
+from megackpt.data.indexed import IndexedDataset
+from megackpt.data.indexed_writer import IndexedWriter
 
 
 def write_documents(prefix: Path, documents: Sequence[Sequence[int]], dtype: str = "<u2") -> IndexedDataset:

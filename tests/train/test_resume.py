@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from megackpt.data.indexed import IndexedWriter
+from megackpt.data.indexed_writer import IndexedWriter
 from megackpt.train.build import Trainer
 from megackpt.train.checkpoint import load_run, random_state
 from megackpt.train.loop import train

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megackpt.config.errors import UsageError
-from megackpt.data.indexed import IndexedWriter
+from megackpt.data.indexed_writer import IndexedWriter
 from tests.layouts import SMALL_GPT, Flags, Layout, built, logged, train_all
 from tests.pool import run_distributed
 
