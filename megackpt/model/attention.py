@@ -50,15 +50,16 @@ class Attention(nn.Module):
             self.register_buffer("tables", tables, persistent=False)
 
     def forward(self, step: Scope, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s/t, b, h]
-        y = step("attn.norm", self.norm, x)
-        y = gather_step(step, "attn.gather", self.tp, y)  # [s, b, h]
-        y = step("attn.qkv", self._project, y)  # [s, b, g/t, r + 2, d], or unpacked to [s, b, (a + 2g)/t, d]
-        if self.rotated:
-            y = step("attn.rope", self._rotate, y)  # [s, b, (a + 2g)/t, d]
-        y = step("attn.core", self._core, y)  # [s, b, a d / t]
-        y = step("attn.proj", self.proj, y)  # [s, b, h], partial
-        y = reduce_step(step, "attn.reduce", self.tp, y)  # [s/t, b, h]
-        return step("attn.residual", self.residual, x, y)
+        steps = (
+            ("attn.norm", self.norm),  # [s/t, b, h]
+            *gather_step("attn.gather", self.tp),  # [s, b, h]
+            ("attn.qkv", self._project),  # [s, b, g/t, r + 2, d], or unpacked to [s, b, (a + 2g)/t, d]
+            *((("attn.rope", self._rotate),) if self.rotated else ()),  # [s, b, (a + 2g)/t, d]
+            ("attn.core", self._core),  # [s, b, a d / t]
+            ("attn.proj", self.proj),  # [s, b, h], partial
+            *reduce_step("attn.reduce", self.tp),  # [s/t, b, h]
+        )
+        return step.branch(x, steps, ("attn.residual", self.residual))
 
     def _project(self, x: Tensor) -> Tensor:
         y = self.qkv(x)

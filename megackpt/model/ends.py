@@ -124,7 +124,8 @@ class Head(nn.Module):
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         step = at("head")
         y = step("head.norm", self.norm, x)
-        y = gather_step(step, "head.gather", self.tp, y)  # [s, b, h]
+        for name, gather in gather_step("head.gather", self.tp):
+            y = step(name, gather, y)  # [s, b, h]
         targets = labels.t().contiguous()  # [s, b]
         if self.loss_chunk_size is None:
             y = step("head.logits", self.logits, y)  # [s, b, V/t]; the gathered input is not held while the loss runs

@@ -96,10 +96,12 @@ class MLP(nn.Module):
         self.residual = Residual(config, tp, self.down.bias_after)
 
     def forward(self, step: Scope, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s/t, b, h]
-        y = step("mlp.norm", self.norm, x)
-        y = gather_step(step, "mlp.gather", self.tp, y)  # [s, b, h]
-        y = step("mlp.up", self.up, y)  # [s, b, f/t], twice that if gated
-        y = step("mlp.act", self.activation, y)  # [s, b, f/t]
-        y = step("mlp.down", self.down, y)  # [s, b, h], partial
-        y = reduce_step(step, "mlp.reduce", self.tp, y)  # [s/t, b, h]
-        return step("mlp.residual", self.residual, x, y)
+        steps = (
+            ("mlp.norm", self.norm),  # [s/t, b, h]
+            *gather_step("mlp.gather", self.tp),  # [s, b, h]
+            ("mlp.up", self.up),  # [s, b, f/t], twice that if gated
+            ("mlp.act", self.activation),  # [s, b, f/t]
+            ("mlp.down", self.down),  # [s, b, h], partial
+            *reduce_step("mlp.reduce", self.tp),  # [s/t, b, h]
+        )
+        return step.branch(x, steps, ("mlp.residual", self.residual))

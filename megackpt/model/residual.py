@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megackpt.config.model import ModelConfig
-from megackpt.recompute import Scope, dropout
+from megackpt.recompute import Named, dropout
 from megackpt.tensor.collectives import GatherSequence, reduce_from_tp, reduce_scatter_sequence
 from megackpt.tensor.context import TensorParallel
 
@@ -32,15 +32,15 @@ class Residual(nn.Module):
         return x + dropout(y, self.p, self.tp.hidden_stream if self.p else None, self.training)
 
 
-def gather_step(step: Scope, name: str, tp: TensorParallel, x: Tensor) -> Tensor:
+def gather_step(name: str, tp: TensorParallel) -> tuple[Named, ...]:
     """[s/t, b, h] -> [s, b, h]: a step of its own under sequence parallelism, else nothing at all."""
-    return step(name, GatherSequence(tp.axis), x) if tp.sequence_parallel else x
+    return ((name, GatherSequence(tp.axis)),) if tp.sequence_parallel else ()
 
 
-def reduce_step(step: Scope, name: str, tp: TensorParallel, x: Tensor) -> Tensor:
+def reduce_step(name: str, tp: TensorParallel) -> tuple[Named, ...]:
     """Sum of the partial results [s, b, h]: each rank's part [s/t, b, h] under sequence parallelism, else all of
     it on each rank.  No step when t = 1."""
     if tp.axis.size == 1:
-        return x
+        return ()
     reduction = reduce_scatter_sequence if tp.sequence_parallel else reduce_from_tp
-    return step(name, partial(reduction, axis=tp.axis), x)
+    return ((name, partial(reduction, axis=tp.axis)),)

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 
+from megackpt.recompute.span import Span
+
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 _DEPTH = 6  # of partials in closures in partials
 
@@ -53,13 +55,17 @@ def modules_called(fn: Any, depth: int = _DEPTH) -> Iterator[Module]:
 
 def training_norms(fn: Callable[..., Any]) -> list[_NormBase]:
     """Normalisation modules among those ``fn`` calls that would update statistics now."""
-    kind = type(fn)
-    if kind is FunctionType and fn.__closure__ is None:
-        return []
-    owner: Any = getattr(fn, "__self__", None) if kind is MethodType else fn
     found: list[_NormBase] = []
-    for module in (owner,) if isinstance(owner, Module) else modules_called(fn):
-        _collect(module, found)
+    walked: list[Module] = []
+    for function in fn.functions() if type(fn) is Span else (fn,):
+        kind = type(function)
+        if kind is FunctionType and function.__closure__ is None:
+            continue
+        owner: Any = getattr(function, "__self__", None) if kind is MethodType else function
+        for module in (owner,) if isinstance(owner, Module) else modules_called(function):
+            if module not in walked:
+                walked.append(module)
+                _collect(module, found)
     return found
 
 

@@ -80,7 +80,7 @@ class TwoPhase(ABC):
 class StepCall:
     """One call of one step in one forward."""
 
-    __slots__ = ("where", "fn", "args", "spec", "rng", "autocast", "masks", "inner", "repeated")
+    __slots__ = ("where", "fn", "args", "spec", "rng", "autocast", "masks", "inner", "repeated", "inputs")
 
     def __init__(self, where: str, fn: Callable[..., Any], masks: str, inner: int) -> None:
         self.where = where
@@ -88,6 +88,7 @@ class StepCall:
         self.masks = masks
         self.inner = inner  # how steps inside this one behave in its replay, see context.py
         self.args: list[Any] = []
+        self.inputs: list[Input] = []  # those of them that are activations
         self.repeated = False
         self.spec: nested.Spec | None = None
         self.rng: tuple[object, ...] | None = None  # state before the step, only if the step drew
@@ -96,16 +97,15 @@ class StepCall:
     def hold(self, leaves: Sequence[Any], spec: nested.Spec | None, outer: Hooks | None) -> None:
         """Remember the arguments, as :func:`flatten` gives them."""
         self.spec = spec
-        self.args = [Input(a, self.where, outer) if _is_activation(a) else a for a in leaves]
-        if len(leaves) > 1:
+        where = self.where
+        self.args = args = [Input(a, where, outer) if _is_activation(a) else a for a in leaves]
+        if len(args) > 1:
             first: dict[int, int] = {}
             for place, leaf in enumerate(leaves):
-                if type(self.args[place]) is Input and first.setdefault(id(leaf), place) != place:
-                    self.args[place] = self.args[first[id(leaf)]]
+                if type(args[place]) is Input and first.setdefault(id(leaf), place) != place:
+                    args[place] = args[first[id(leaf)]]
                     self.repeated = True
-
-    def inputs(self) -> Iterator[Input]:
-        return (a for a in self.args if type(a) is Input)
+        self.inputs = [a for a in args if type(a) is Input]
 
     def arguments(self) -> tuple[Any, Any]:
         """Arguments for a replay; every input must be there."""
@@ -119,9 +119,8 @@ class StepCall:
 
     def release(self) -> None:
         """After a replay: rebuilt inputs live on only if someone else saved them."""
-        for a in self.inputs():
-            if a.kept is None:
-                a.box = None
+        for a in self.inputs:
+            a.box = None
 
     def check_inputs_unchanged(self, leaves: Sequence[Any]) -> None:
         """Refuse a step that wrote into its own input: its replay would start from the changed one, or change what
@@ -137,13 +136,17 @@ class StepCall:
 def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], nested.Spec | None]:
     """The leaves of a call's arguments.  The general path costs tens of microseconds and is taken only for nested or
     keyword arguments."""
-    if kwargs or any(nested.is_nested(a) for a in args):
-        return nested.flatten((args, dict(kwargs)))
-    return args, None
+    if not kwargs:
+        for a in args:
+            if type(a) is not Tensor and nested.is_nested(a):
+                break
+        else:
+            return args, None
+    return nested.flatten((args, dict(kwargs)))
 
 
 def _is_activation(value: Any) -> bool:
-    return isinstance(value, Tensor) and not is_itself_parameter(value)
+    return type(value) is Tensor or (isinstance(value, Tensor) and not is_itself_parameter(value))
 
 
 def tensors_of(result: Any) -> list[Tensor]:

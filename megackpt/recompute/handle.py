@@ -50,8 +50,10 @@ def is_itself_parameter(tensor: Tensor) -> bool:
 
 def is_parameter(tensor: Tensor) -> bool:
     """A parameter or a view of one (``F.linear`` saves ``weight.t()``)."""
-    base = tensor._base
-    return is_itself_parameter(tensor) or (base is not None and is_itself_parameter(base))
+    kind, base = type(tensor), tensor._base
+    if kind is Tensor:
+        return base is not None and is_itself_parameter(base)
+    return kind is Parameter or isinstance(tensor, Parameter) or (base is not None and is_itself_parameter(base))
 
 
 def storage_key(tensor: Tensor) -> int:
@@ -75,7 +77,7 @@ class Kept:
     __slots__ = ("_held", "_version", "_outer", "_where", "__weakref__")
 
     def __init__(self, tensor: Tensor, where: str, outer: tuple[Any, Any] | None = None) -> None:
-        self._version = version_of(tensor)
+        self._version = -1 if tensor.is_inference() else tensor._version
         self._outer = outer
         self._where = where
         # Detached: a saved output would otherwise hold its own node, a cycle no collector sees.
@@ -110,7 +112,7 @@ class Internal:
 
     def __init__(self, record: Record, tensor: Tensor) -> None:
         self.record = record
-        self.meta = meta_of(tensor)
+        self.meta = (tensor.shape, tensor.dtype, tensor.device)
         self.value: Kept | Internal | View | None = None
 
 

@@ -47,6 +47,8 @@ class Producer(ABC):
 
     def wanted_boxes(self) -> dict[int, Box]:
         boxes: dict[int, Box] = {}
+        if not self.cells:
+            return boxes
         for index, ref in self.cells.items():
             cell = ref()
             box = cell.box() if cell is not None and cell.box is not None else None

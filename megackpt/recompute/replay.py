@@ -20,6 +20,7 @@ from megackpt.recompute.call import StepCall, TwoPhase, autocast_as, tensors_of
 from megackpt.recompute.context import pack, state
 from megackpt.recompute.handle import Internal, Kept, Meta, ReplayError, View, meta_of
 from megackpt.recompute.producer import Producer
+from megackpt.recompute.span import Span
 from megackpt.recompute.watch import Watch
 
 if TYPE_CHECKING:
@@ -33,26 +34,30 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class Record(Producer):
     """One dropped step of one forward: its call, and the slots of what autograd saved inside it."""
 
-    __slots__ = ("tape", "call", "packs", "slots", "outputs", "watch", "differentiates", "ends_in_result", "launched")
+    __slots__ = ("tape", "call", "packs", "slots", "outputs", "watch", "differentiates", "ends_here", "launched")
 
     def __init__(self, tape: Tape, call: StepCall, watch: Watch | None = None) -> None:
-        super().__init__(call.where)
+        self.where = call.where
+        self.lane = None
+        self.cells = {}
         self.tape = tape
         self.watch = watch
         self.differentiates = False  # the step takes gradients itself, so its replay needs a graph that works
         self.call = call
         self.packs = 0
         self.launched: Any = None  # what a two-phase step that was asked ahead needs to finish
-        # The last tensor saved is the step's result: after it there is nothing whose skipping is worth an exception.
-        self.ends_in_result = False
+        self.ends_here = False  # after the last tensor saved there is nothing whose skipping is worth an exception
         self.slots: dict[int, weakref.ref[Internal]] = {}
         self.outputs: dict[int, Meta] = {}  # of the dropped ones
 
     def missing(self) -> list[Producer]:
-        return [p for a in self.call.inputs() if (p := a.missing()) is not None]
+        return [p for a in self.call.inputs if a.kept is None and (p := a.missing()) is not None]
 
     def wanted(self) -> bool:
-        return any((h := ref()) is not None and h.value is None for ref in self.slots.values()) or super().wanted()
+        for ref in self.slots.values():
+            if (h := ref()) is not None and h.value is None:
+                return True
+        return super().wanted()
 
     def wanted_slots(self) -> dict[int, Internal]:
         return {i: h for i, ref in self.slots.items() if (h := ref()) is not None and h.value is None}
@@ -100,10 +105,13 @@ class Record(Producer):
         try:
             if call.rng is not None:
                 ledger.restore(call.rng)
-            with autocast_as(call.autocast):
-                frame.finish(fn(*args, **kwargs) if watch is None else watch.replay(fn, args, kwargs))
-            if watch is not None:
-                watch.settle()
+            if watch is None and not call.autocast and not torch._C._is_any_autocast_enabled():
+                frame.finish(fn(*args, **kwargs))
+            else:
+                with autocast_as(call.autocast):
+                    frame.finish(fn(*args, **kwargs) if watch is None else watch.replay(fn, args, kwargs))
+                if watch is not None:
+                    watch.settle()
         except _Stop:
             if watch is not None:
                 watch.settle()
@@ -112,7 +120,7 @@ class Record(Producer):
                 raise
             raise watch.explain(error) from error.__cause__
         except Exception as error:
-            raise self._failure(error) from error
+            raise self._failure(frame.where, error) from error
         finally:
             pop_hooks()
             torch._C._set_grad_enabled(grad)
@@ -123,9 +131,9 @@ class Record(Producer):
                 statistics.restore()
             self.tape.cut()  # inner steps tagged what this replay made
 
-    def _failure(self, error: Exception) -> ReplayError:
+    def _failure(self, where: str, error: Exception) -> ReplayError:
         # Made here and not in `_run`: a traceback holds its frames, so a local name for it there would be a cycle.
-        failure = ReplayError(f"replay of {self.where} failed: {type(error).__name__}: {error}")
+        failure = ReplayError(f"replay of {where} failed: {type(error).__name__}: {error}")
         return failure if self.watch is None else self.watch.explain(failure)
 
 
@@ -143,16 +151,17 @@ class _GraphWanted(BaseException):
 class ReplayFrame:
     """Numbers the tensors saved during a replay and puts the wanted ones into their slots."""
 
-    __slots__ = ("record", "count", "slots", "last", "boxes", "complete")
+    __slots__ = ("record", "where", "count", "slots", "last", "boxes", "complete")
     replaying = True
 
     def __init__(self, record: Record) -> None:
         self.record = record
+        self.where = record.where  # in a span, that of the step which runs
         self.count = 0
-        self.slots = record.wanted_slots()
-        self.last = max(self.slots, default=-1)
-        self.boxes = record.wanted_boxes()
-        self.complete = record.packs if record.ends_in_result else -1
+        self.slots = slots = record.wanted_slots()
+        self.last = next(reversed(slots)) if slots else -1  # they are in order
+        self.boxes = record.wanted_boxes() if record.cells else {}
+        self.complete = record.packs if record.ends_here else -1
         if record.watch is not None and not record.watch.early_stop:
             self.last = sys.maxsize
 
@@ -161,22 +170,24 @@ class ReplayFrame:
 
     def pack(self, tensor: Tensor) -> Kept | None:
         self.fill(tensor, None)
-        return Kept(tensor, self.record.where) if self.record.differentiates else None
+        return Kept(tensor, self.where) if self.record.differentiates else None
 
     def fill(self, tensor: Tensor, handle: Kept | Internal | View | None) -> None:
         """Number one saved tensor; ``handle`` is what an inner step made of it, if one did."""
-        slot = self.slots.get(self.count)
+        count = self.count
+        slot = self.slots.get(count)
         if slot is not None:
-            self._check("saved tensor", self.count, tensor, slot.meta)
-            slot.value = handle if handle is not None else Kept(tensor, self.record.where)
-        self.count += 1
-        if not self.boxes and self.count > self.last and self.count != self.complete:
+            if self.record.watch is not None or (tensor.shape, tensor.dtype, tensor.device) != slot.meta:
+                self._check("saved tensor", count, tensor, slot.meta)
+            slot.value = Kept(tensor, self.where) if handle is None else handle
+        self.count = count = count + 1
+        if count > self.last and not self.boxes and count != self.complete:
             raise _Stop
 
     def finish(self, result: Any) -> None:
         if self.count != self.record.packs:
             raise ReplayError(
-                f"replay of {self.record.where} saved {self.count} tensors for backward, its forward "
+                f"replay of {self._whole()} saved {self.count} tensors for backward, its forward "
                 f"{self.record.packs}: the step is not a pure function of its arguments"
             )
         if not self.boxes:
@@ -193,8 +204,12 @@ class ReplayFrame:
         if now == then if watch is None else watch.rebuilt(what, number, tensor, now, then):
             return
         raise ReplayError(
-            f"replay of {self.record.where}: {what} {number} has {_words(now)}, in forward it had {_words(then)}"
+            f"replay of {self.where}: {what} {number} has {_words(now)}, in forward it had {_words(then)}"
         )
+
+    def _whole(self) -> str:
+        fn = self.record.call.fn
+        return f"{self.record.where} to {fn.wheres[-1].rpartition(' ')[2]}" if type(fn) is Span else self.record.where
 
 
 def _words(meta: Meta) -> str:

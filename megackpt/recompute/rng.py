@@ -94,7 +94,7 @@ class RngLedger:
 
     def snapshot(self) -> tuple[object, ...]:
         """The state now; compare two with :func:`same_state`, put one back with :meth:`restore`."""
-        positions: tuple[object, ...] = tuple(s.position for s in self._order)
+        positions: tuple[object, ...] = tuple([s.position for s in self._order])
         if not self._defaults:
             return positions
         positions += (torch.default_generator.get_state(),)

@@ -9,7 +9,6 @@ so a linear layer that saves its input and weight is never re-run for them.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -18,26 +17,17 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, group_at
+from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, SaveSet, group_at
 from megackpt.recompute import nested
 from megackpt.recompute.call import StepCall, flatten, tensors_of
 from megackpt.recompute.context import COUNTED, LIVE, MERGED, pack, state
-from megackpt.recompute.handle import (
-    Internal,
-    Kept,
-    Tag,
-    View,
-    is_mask,
-    is_parameter,
-    live_tag,
-    meta_of,
-    storage_key,
-    write_tag,
-)
+from megackpt.recompute.frame import ForwardFrame
+from megackpt.recompute.handle import Tag, is_parameter, live_tag, meta_of, storage_key, write_tag
 from megackpt.recompute.lanes import lane_of
 from megackpt.recompute.opaque import opaque
 from megackpt.recompute.replay import Record, pop_hooks, push_hooks, resolve
 from megackpt.recompute.rng import same_state
+from megackpt.recompute.span import Cut, Named, Span, cuts_of
 from megackpt.recompute.tape import Tape
 from megackpt.recompute.watch import Watch
 
@@ -48,10 +38,12 @@ Module = Callable[[Tensor], Tensor]
 class Scope:
     """Steps of one address (``layers.3``): ``scope("attn.norm", fn, x)`` runs ``fn(x)`` as the step attn.norm."""
 
-    __slots__ = ("address",)
+    __slots__ = ("address", "_cuts")
 
     def __init__(self, address: str) -> None:
         self.address = address
+        # By first step and number of steps: how the save-set that was asked last cuts that branch.
+        self._cuts: dict[tuple[str, int], tuple[SaveSet, tuple[Cut, ...]]] = {}
 
     def __call__(self, name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
         tape = state.tape
@@ -65,6 +57,65 @@ class Scope:
         where = f"{self.address} {name}" if self.address else name
         result: T = run_step(tape, where, decision, fn, args, kwargs)
         return result
+
+
+    def branch(self, x: Tensor, steps: Sequence[Named], join: tuple[str, Callable[[Tensor, Tensor], Tensor]]) -> Tensor:
+        """``join(x, y)`` with y from the named steps one after another, the first of which reads x.
+
+        The same as a call of the scope for each of them and for the join; told at once, neighbours that the plan drops
+        whole are one replay, and neighbours that it keeps cost nothing.
+        """
+        tape = state.tape
+        if tape is None or state.inner == MERGED or not torch.is_grad_enabled():
+            y = x
+            for _, fn in steps:
+                y = fn(y)
+            return join[1](x, y)
+        if torch.compiler.is_compiling() or tape.verify:  # verify mode tells the steps apart
+            y = x
+            for name, fn in steps:
+                y = self(name, fn, y)
+            return self(*join, x, y)
+        return self._branch(tape, x, steps, join)
+
+    def _branch(
+        self, tape: Tape, x: Tensor, steps: Sequence[Named], join: tuple[str, Callable[[Tensor, Tensor], Tensor]]
+    ) -> Tensor:
+        save_set = tape.plan.save_set(self.address)
+        key = (steps[0][0], len(steps))
+        known = self._cuts.get(key)
+        if known is None or known[0] is not save_set:
+            known = (save_set, cuts_of(steps, join[0], save_set, self.address))
+            self._cuts[key] = known
+        counted, y = state.inner == COUNTED or not tape.live, x
+        alone = tape.counts or state.frame is not None
+        for cut in known[1]:
+            part = steps[cut.start : cut.stop]
+            if cut.merged and not counted:
+                span = Span(part, cut.wheres, join[1] if cut.joined else None)
+                y = run_step(tape, cut.wheres[0], cut.decision, span, (y,), {})
+            elif counted or (cut.decision.keeps_all and not alone):
+                y = _kept(tape, cut, part, y, counted)
+                if cut.joined:
+                    y = _counted(cut.decision.masks, join[1], (x, y), {})
+            else:
+                for where, (_, fn) in zip(cut.wheres, part, strict=False):
+                    y = run_step(tape, where, cut.decision, fn, (y,), {})
+        return y if known[1][-1].joined else self(*join, x, y)
+
+
+def _kept(tape: Tape, cut: Cut, part: Sequence[Named], y: Tensor, counted: bool) -> Tensor:
+    """Neighbours of which autograd may save for itself, except what the first saves of a dropped argument."""
+    if not counted and live_tag(y) is not None:
+        y = run_step(tape, cut.wheres[0], cut.decision, part[0][1], (y,), {})
+        part = part[1:]
+    before, state.masks = state.masks, cut.decision.masks
+    try:
+        for _, fn in part:
+            y = fn(y)
+    finally:
+        state.masks = before
+    return y
 
 
 def _concerns_nobody(tape: Tape, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -137,94 +188,6 @@ def _counted(
         state.masks, state.inner = before
 
 
-class ForwardFrame:
-    """The pack hook of one step's forward."""
-
-    __slots__ = (
-        "tape", "where", "decision", "record", "count", "parent", "outer", "inputs", "input_storages", "last", "held",
-        "stored",
-    )  # fmt: skip
-
-    def __init__(self, tape: Tape, where: str, decision: Decision, inputs: Sequence[Any]) -> None:
-        self.tape = tape
-        self.where = where
-        self.decision = decision
-        self.record: Record | None = None  # set if the step is dropped
-        self.count = 0
-        self.inputs = inputs
-        self.input_storages: set[int] | None = None  # made when first asked for
-        self.last: Tensor | None = None  # saved
-        self.held: set[int] = set()  # storages that stay on the device for a kept internal
-        self.stored: dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]] = {}  # internals that wait in a tier
-        parent = state.frame
-        self.parent = parent if parent is not None and parent.replaying else None
-        self.outer = tape.outer if self.parent is None else None  # what a replay makes is nobody else's to save
-
-    @property
-    def replaying(self) -> bool:
-        return self.parent is not None
-
-    def still_wanted(self, packs: int) -> bool:
-        return self.parent is None or self.parent.still_wanted(packs)
-
-    def fill(self, tensor: Tensor, handle: Kept | Internal | View) -> None:
-        """A step inside this one, inside a replay, saved something: it concerns only who is replaying."""
-        assert self.parent is not None
-        self.parent.fill(tensor, handle)
-
-    def is_input(self, tensor: Tensor) -> bool:
-        if self.input_storages is None:
-            self.input_storages = {storage_key(a) for a in self.inputs if isinstance(a, Tensor)}
-        return storage_key(tensor) in self.input_storages
-
-    def pack(self, tensor: Tensor) -> Kept | Internal | View:
-        handle = self._handle(tensor)
-        self.count += 1
-        self.last = tensor
-        if self.parent is not None:
-            self.parent.fill(tensor, handle)
-        return handle
-
-    def _handle(self, tensor: Tensor) -> Kept | Internal | View:
-        if is_parameter(tensor):
-            return Kept(tensor, self.where)
-        tag = live_tag(tensor)
-        if tag is not None:
-            return View(tag.cell().open(), tensor)
-        internals = self.decision.internals
-        if internals != KEEP and not self.is_input(tensor) and not self._keeps_as_mask(tensor):
-            if internals == REPLAY:
-                return self._slot(tensor)
-            if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()):
-                return self._elsewhere(tensor)
-        kept = Kept(tensor, self.where, self.outer)
-        self.tape.note_kept(kept, self.where)
-        if self.decision.output != KEEP:
-            self.held.add(storage_key(tensor))
-        return kept
-
-    def _keeps_as_mask(self, tensor: Tensor) -> bool:
-        return self.decision.masks == KEEP and is_mask(tensor)
-
-    def _slot(self, tensor: Tensor) -> Internal:
-        assert self.record is not None
-        slot = Internal(self.record, tensor)
-        self.record.slots[self.count] = weakref.ref(slot)
-        if self.record.watch is not None:
-            self.record.watch.saved(self.count, tensor)
-        return slot
-
-    def _elsewhere(self, tensor: Tensor) -> View:
-        storage = tensor.untyped_storage()
-        ref, tag = self.stored.get(storage._cdata, (None, None))
-        # The address alone does not say which storage it is: the tier lets go of storages, and others take their place.
-        if ref is None or tag is None or ref() is not storage or not tag.fits(tensor):
-            producer = self.tape.store(self.decision.internals, self.where, tensor)
-            tag = Tag(producer, 0, tensor)
-            self.stored[storage._cdata] = (weakref.ref(storage), tag)
-        return View(tag.cell().open(), tensor)
-
-
 def run_step(
     tape: Tape,
     where: str,
@@ -241,53 +204,86 @@ def run_step(
     ``watch`` looks on if the step is dropped.
     """
     _refuse_transforms(where, args)
-    leaves, spec = (args, None) if decision.keeps_all else flatten(args, kwargs)
-    frame = ForwardFrame(tape, where, decision, leaves)
-    record = None
     if decision.output == REPLAY or decision.internals == REPLAY:
-        call = StepCall(where, fn, decision.masks, LIVE if inner == COUNTED else MERGED)
-        call.hold(leaves, spec, frame.outer)
-        watch = tape.watch_for(call, watch)
-        record = frame.record = Record(tape, call, watch)
-        record.lane = lane_of(leaves)
-        rng = tape.ledger.snapshot()
+        return _run_dropped(tape, where, decision, fn, args, kwargs, inner, watch)
+    frame = ForwardFrame(tape, where, decision, args)
+    if decision.internals != KEEP and (kwargs or any(map(nested.is_nested, args))):
+        frame.inputs = flatten(args, kwargs)[0]
     ambient = state.read()
-    state.write((tape, frame, decision.masks, LIVE if record is None else inner))
+    state.write((tape, frame, decision.masks, LIVE))
     push_hooks(pack, resolve)
     try:
-        result = fn(*args, **kwargs) if record is None or watch is None else watch.forward(fn, args, kwargs)
+        result = fn(*args, **kwargs)
     finally:
         pop_hooks()
         state.write(ambient)
-        # Also when the replay of an outer step stops in here: what was saved so far is rebuilt by this step.
-        if record is not None and not same_state(rng, tape.ledger.snapshot()):
-            record.call.rng = rng
-    if record is not None:
-        record.packs = frame.count
-        record.ends_in_result = bool(record.slots) and _is_over(frame.last, result)
-        record.call.check_inputs_unchanged(leaves)
-        tape.note_record(record)
     if decision.output != KEEP:
         _drop_outputs(frame, decision.output, result)
     return result
 
 
+def _run_dropped(
+    tape: Tape,
+    where: str,
+    decision: Decision,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    inner: int,
+    watch: Watch | None,
+) -> Any:
+    leaves, spec = flatten(args, kwargs)
+    frame = ForwardFrame(tape, where, decision, leaves)
+    call = StepCall(where, fn, decision.masks, LIVE if inner == COUNTED else MERGED)
+    call.hold(leaves, spec, frame.outer)
+    if watch is not None or tape.verify:
+        watch = tape.watch_for(call, watch)
+    record = frame.record = Record(tape, call, watch)
+    record.lane = lane_of(leaves)
+    ledger = tape.ledger
+    rng = ledger.snapshot()
+    ambient = state.read()
+    state.write((tape, frame, decision.masks, inner))
+    push_hooks(pack, resolve)
+    try:
+        result = fn(*args, **kwargs) if watch is None else watch.forward(fn, args, kwargs)
+    finally:
+        pop_hooks()
+        state.write(ambient)
+        # Also when the replay of an outer step stops in here: what was saved so far is rebuilt by this step.
+        if not same_state(rng, ledger.snapshot()):
+            call.rng = rng
+    record.packs = frame.count
+    record.ends_here = bool(record.slots) and _is_over(frame.last, result)
+    call.check_inputs_unchanged(leaves)
+    tape.note_record(record)
+    if decision.output != KEEP:
+        _drop_outputs(frame, decision.output, result)
+    return result
+
+
+_SMALL = 1 << 14  # elements
+# Operations on one element each that always save what they read, just before they run.
+_ELEMENTWISE = frozenset(f"{name}Backward0" for name in ("Cos", "Gelu", "Log", "Pow", "Silu", "Sin"))
+
+
 def _is_over(last: Tensor | None, result: Any) -> bool:
-    """Whether the step had its result when it saved for the last time, so that nothing costly came after."""
+    """Whether the step had its result, or nearly, when it saved for the last time: what came after costs less than an
+    exception through the dispatcher, some ten microseconds."""
     if last is None or not isinstance(result, Tensor):
         return False
-    return storage_key(last) == storage_key(result)
+    if storage_key(last) == storage_key(result):
+        return True
+    return result.numel() <= _SMALL and result.grad_fn is not None and result.grad_fn.name() in _ELEMENTWISE
 
 
 def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
     """Tag each storage that the step made with who rebuilds it.  One that belongs to an input or a parameter, or that
     a kept internal holds anyway, stays kept."""
-    seen: set[int] = set()
+    seen = set() if frame.held is None else set(frame.held)
     for index, tensor in enumerate(tensors_of(result)):
         storage = storage_key(tensor)
-        if storage in seen or storage in frame.held or frame.is_input(tensor) or is_parameter(tensor):
-            continue
-        if tensor.layout is not torch.strided:
+        if storage in seen or frame.is_input(tensor) or is_parameter(tensor) or tensor.layout is not torch.strided:
             continue
         seen.add(storage)
         if choice in TIERS:

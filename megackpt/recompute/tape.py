@@ -98,7 +98,7 @@ class Tape:
         for ref in self._records:
             record = ref()
             if record is not None:
-                for a in record.call.inputs():
+                for a in record.call.inputs:
                     if a.kept is not None and not a.is_parameter:
                         self.note_kept(a.kept, record.where)
         self._records.clear()

@@ -10,7 +10,7 @@ import math
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megackpt.recompute import Scope, is_replaying
+from megackpt.recompute import Named, Scope, is_replaying
 from megackpt.recompute.handle import Box, Cell, Internal, Kept, Tag, View
 from megackpt.recompute.replay import Record
 from megackpt.recompute.tiers.base import Stored
@@ -122,7 +122,7 @@ class Recorder:
     that was stopped before its kernel: a linear layer packs what it saves first.
     """
 
-    STOPPED_BEFORE_THE_KERNEL = ("attn.proj", "mlp.down")
+    STOPPED_BEFORE_THE_KERNEL = ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")
 
     def __init__(self, scope: Scope) -> None:
         self.scope = scope
@@ -130,6 +130,13 @@ class Recorder:
         self.replayed: list[str] = []
 
     def __call__(self, name: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.scope(name, self._watched(name, fn), *args, **kwargs)
+
+    def branch(self, x: Tensor, steps: Sequence[Named], join: tuple[str, Callable[..., Tensor]]) -> Tensor:
+        watched = [(name, self._watched(name, fn)) for name, fn in steps]
+        return self.scope.branch(x, watched, (join[0], self._watched(*join)))
+
+    def _watched(self, name: str, fn: Callable[..., Any]) -> Callable[..., Any]:
         def watched(*args: Any, **kwargs: Any) -> Any:
             log = self.replayed if is_replaying() else self.forward
             try:
@@ -141,7 +148,7 @@ class Recorder:
             log.append(name)
             return result
 
-        return self.scope(name, watched, *args, **kwargs)
+        return watched
 
 
 ENGINE = (Record, Stored, Kept, Internal, View, Box, Cell, Tag)

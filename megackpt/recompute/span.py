@@ -1,0 +1,75 @@
+"""A branch of named steps, ``x -> step -> step ... -> y``, and how a plan cuts it.
+
+Neighbours that are dropped whole replay together whenever one of them is asked for: each reads what the one before
+made, and a backward walks them from the end.  So they become one step of the engine, a :class:`Span`: one record, one
+pair of hooks and one look at the random state for all.  What is kept, what is replayed and in which order stay the
+same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megackpt.plan import REPLAY, Decision, SaveSet
+from megackpt.recompute.call import TwoPhase
+from megackpt.recompute.context import state
+
+Named = tuple[str, Callable[..., Tensor]]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Steps ``start`` to before ``stop`` of a branch, which share a decision; ``joined``: what joins it is among
+    them."""
+
+    start: int
+    stop: int
+    decision: Decision
+    wheres: tuple[str, ...]  # address and name of each, and of the join if it is among them
+    merged: bool
+    joined: bool
+
+
+def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) -> tuple[Cut, ...]:
+    """The fewest pieces whose steps share a decision: dropped whole, or kept whole.  Others stay alone, and so does a
+    first dropped step of two phases, which can be asked ahead only by itself."""
+    cuts: list[Cut] = []
+    start = 0
+    while start < len(steps):
+        decision = save_set[steps[start][0]]
+        dropped = decision.output == decision.internals == REPLAY and not isinstance(steps[start][1], TwoPhase)
+        stop = start + 1
+        if decision.keeps_all or dropped:
+            while stop < len(steps) and save_set[steps[stop][0]] == decision:
+                stop += 1
+        joined = dropped and stop - start == len(steps) and save_set[join] == decision
+        names = [name for name, _ in steps[start:stop]] + ([join] if joined else [])
+        wheres = tuple(f"{address} {name}" if address else name for name in names)
+        cuts.append(Cut(start, stop, decision, wheres, dropped and len(wheres) > 1, joined))
+        start = stop
+    return tuple(cuts)
+
+
+class Span:
+    """The function of a merged cut."""
+
+    __slots__ = ("steps", "wheres", "join")
+
+    def __init__(self, steps: Sequence[Named], wheres: tuple[str, ...], join: Callable[..., Tensor] | None) -> None:
+        self.steps, self.wheres, self.join = steps, wheres, join
+
+    def functions(self) -> list[Callable[..., Tensor]]:
+        return [fn for _, fn in self.steps] + ([] if self.join is None else [self.join])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        frame, y = state.frame, x
+        for where, (_, fn) in zip(self.wheres, self.steps, strict=False):
+            frame.where = where  # what is saved, and what fails, is this step's
+            y = fn(y)
+        if self.join is None:
+            return y
+        frame.where = self.wheres[-1]
+        return self.join(x, y)
