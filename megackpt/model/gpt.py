@@ -23,7 +23,7 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, index: int) -> None:
         super().__init__()
-        self.step = at(f"layers.{index}")
+        self.step = at(f"layers.{index}", pure=True)
         self.attn = Attention(config, tp, f"layers.{index}.attn")
         self.mlp = MLP(config, tp, f"layers.{index}.mlp")
 

@@ -57,6 +57,8 @@ def training_norms(fn: Callable[..., Any]) -> list[_NormBase]:
     """Normalisation modules among those ``fn`` calls that would update statistics now."""
     found: list[_NormBase] = []
     walked: list[Module] = []
+    if type(fn) is Span and fn.pure:
+        return found
     for function in fn.functions() if type(fn) is Span else (fn,):
         kind = type(function)
         if kind is FunctionType and function.__closure__ is None:

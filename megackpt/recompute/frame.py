@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megackpt.plan import KEEP, REPLAY, Decision
 from megackpt.recompute.context import state
 from megackpt.recompute.handle import (
+    OUTPUT_TAG,
     Internal,
     Kept,
     Tag,
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from megackpt.recompute.tape import Tape
 
 Handle = Kept | Internal | View
+_UNKNOWN: frozenset[int] = frozenset()  # stands for a set that is made when first asked for
 _Stored = dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]]
 
 
@@ -36,7 +39,7 @@ class ForwardFrame:
 
     __slots__ = (
         "tape", "where", "decision", "internals", "record", "count", "parent", "outer", "inputs", "input_storages",
-        "last", "held", "stored", "counts",
+        "last", "held", "stored", "counts", "drops",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, where: str, decision: Decision, inputs: Sequence[Any]) -> None:
@@ -45,9 +48,10 @@ class ForwardFrame:
         self.decision = decision
         self.internals = decision.internals
         self.record: Record | None = None  # set if the step is dropped
+        self.drops: Record | None = None  # the same, if internals and masks are dropped with nobody looking on
         self.count = 0
         self.inputs = inputs
-        self.input_storages: set[int] | None = None
+        self.input_storages: Set[int] = _UNKNOWN
         self.last: Tensor | None = None  # saved
         self.held: set[int] | None = None  # storages that stay on the device for a kept internal
         self.stored: _Stored | None = None  # internals that wait in a tier
@@ -70,16 +74,33 @@ class ForwardFrame:
         assert self.parent is not None
         self.parent.fill(tensor, handle)
 
+    def drop_for(self, record: Record) -> None:
+        """What is saved from now on is rebuilt by ``record``, as far as the decision says so."""
+        self.record = record
+        if record.watch is None and self.internals == REPLAY and self.decision.masks != KEEP:
+            self.input_storages = {storage_key(a) for a in self.inputs if isinstance(a, Tensor)}
+            self.drops = record
+
     def is_input(self, tensor: Tensor) -> bool:
-        inputs = self.input_storages
-        if inputs is None:
-            inputs = self.input_storages = {storage_key(a) for a in self.inputs if isinstance(a, Tensor)}
-        return storage_key(tensor) in inputs
+        if self.input_storages is _UNKNOWN:
+            self.input_storages = {storage_key(a) for a in self.inputs if isinstance(a, Tensor)}
+        return storage_key(tensor) in self.input_storages
 
     def pack(self, tensor: Tensor) -> Handle:
-        handle = self._handle(tensor)
-        self.count += 1
         self.last = tensor
+        kind, base, record = type(tensor), tensor._base, self.drops
+        if kind is Parameter or type(base) is Parameter:
+            handle: Handle = Kept(tensor, self.where)
+        elif record is None or kind is not Tensor or not (base is None or type(base) is Tensor):
+            handle = self._handle(tensor)
+        else:  # an internal to be rebuilt, most likely
+            storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
+            if storage is None or hasattr(storage, OUTPUT_TAG) or storage._cdata in self.input_storages:
+                handle = self._handle(tensor)
+            else:
+                handle = slot = Internal(record, tensor)
+                record.slots[self.count] = weakref.ref(slot)
+        self.count += 1
         if self.parent is not None:
             self.parent.fill(tensor, handle)
         return handle

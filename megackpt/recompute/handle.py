@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megackpt.recompute.producer import Producer
     from megackpt.recompute.replay import Record
 
-_OUTPUT_TAG = "_megackpt_tag"
+OUTPUT_TAG = "_megackpt_tag"
 _MASK_TAG = "_megackpt_mask"
 
 
@@ -187,7 +187,7 @@ class Tag:
 
 
 def write_tag(tensor: Tensor, tag: Tag) -> None:
-    setattr(tensor.untyped_storage(), _OUTPUT_TAG, tag)
+    setattr(tensor.untyped_storage(), OUTPUT_TAG, tag)
 
 
 def mark_mask(tensor: Tensor) -> None:
@@ -204,5 +204,5 @@ def live_tag(tensor: Tensor) -> Tag | None:
     since its step ended, or seen through another type or a lazy conjugate."""
     if tensor.layout is not torch.strided:
         return None
-    tag: Tag | None = getattr(tensor.untyped_storage(), _OUTPUT_TAG, None)
+    tag: Tag | None = getattr(tensor.untyped_storage(), OUTPUT_TAG, None)
     return tag if tag is not None and tag.producer is not None and tag.fits(tensor) else None

@@ -151,7 +151,7 @@ class _GraphWanted(BaseException):
 class ReplayFrame:
     """Numbers the tensors saved during a replay and puts the wanted ones into their slots."""
 
-    __slots__ = ("record", "where", "count", "slots", "last", "boxes", "complete")
+    __slots__ = ("record", "where", "count", "slots", "last", "boxes", "complete", "watched", "differentiates")
     replaying = True
 
     def __init__(self, record: Record) -> None:
@@ -162,6 +162,8 @@ class ReplayFrame:
         self.last = next(reversed(slots)) if slots else -1  # they are in order
         self.boxes = record.wanted_boxes() if record.cells else {}
         self.complete = record.packs if record.ends_here else -1
+        self.watched = record.watch is not None
+        self.differentiates = record.differentiates
         if record.watch is not None and not record.watch.early_stop:
             self.last = sys.maxsize
 
@@ -170,14 +172,14 @@ class ReplayFrame:
 
     def pack(self, tensor: Tensor) -> Kept | None:
         self.fill(tensor, None)
-        return Kept(tensor, self.where) if self.record.differentiates else None
+        return Kept(tensor, self.where) if self.differentiates else None
 
     def fill(self, tensor: Tensor, handle: Kept | Internal | View | None) -> None:
         """Number one saved tensor; ``handle`` is what an inner step made of it, if one did."""
         count = self.count
         slot = self.slots.get(count)
         if slot is not None:
-            if self.record.watch is not None or (tensor.shape, tensor.dtype, tensor.device) != slot.meta:
+            if self.watched or (tensor.shape, tensor.dtype, tensor.device) != slot.meta:
                 self._check("saved tensor", count, tensor, slot.meta)
             slot.value = Kept(tensor, self.where) if handle is None else handle
         self.count = count = count + 1

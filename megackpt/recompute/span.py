@@ -31,6 +31,7 @@ class Cut:
     wheres: tuple[str, ...]  # address and name of each, and of the join if it is among them
     merged: bool
     joined: bool
+    plain: bool  # the whole branch, joint included, is kept
 
 
 def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) -> tuple[Cut, ...]:
@@ -48,7 +49,8 @@ def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) 
         joined = dropped and stop - start == len(steps) and save_set[join] == decision
         names = [name for name, _ in steps[start:stop]] + ([join] if joined else [])
         wheres = tuple(f"{address} {name}" if address else name for name in names)
-        cuts.append(Cut(start, stop, decision, wheres, dropped and len(wheres) > 1, joined))
+        plain = decision.keeps_all and stop - start == len(steps) and save_set[join] == decision
+        cuts.append(Cut(start, stop, decision, wheres, dropped and len(wheres) > 1, joined, plain))
         start = stop
     return tuple(cuts)
 
@@ -56,10 +58,13 @@ def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) 
 class Span:
     """The function of a merged cut."""
 
-    __slots__ = ("steps", "wheres", "join")
+    __slots__ = ("steps", "wheres", "join", "pure")
 
-    def __init__(self, steps: Sequence[Named], wheres: tuple[str, ...], join: Callable[..., Tensor] | None) -> None:
+    def __init__(
+        self, steps: Sequence[Named], wheres: tuple[str, ...], join: Callable[..., Tensor] | None, pure: bool
+    ) -> None:
         self.steps, self.wheres, self.join = steps, wheres, join
+        self.pure = pure  # no running statistics inside
 
     def functions(self) -> list[Callable[..., Tensor]]:
         return [fn for _, fn in self.steps] + ([] if self.join is None else [self.join])

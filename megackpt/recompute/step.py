@@ -25,7 +25,7 @@ from megackpt.recompute.frame import ForwardFrame
 from megackpt.recompute.handle import Tag, is_parameter, live_tag, meta_of, storage_key, write_tag
 from megackpt.recompute.lanes import lane_of
 from megackpt.recompute.opaque import opaque
-from megackpt.recompute.replay import Record, pop_hooks, push_hooks, resolve
+from megackpt.recompute.replay import Record, ReplayFrame, pop_hooks, push_hooks, resolve
 from megackpt.recompute.rng import same_state
 from megackpt.recompute.span import Cut, Named, Span, cuts_of
 from megackpt.recompute.tape import Tape
@@ -38,10 +38,11 @@ Module = Callable[[Tensor], Tensor]
 class Scope:
     """Steps of one address (``layers.3``): ``scope("attn.norm", fn, x)`` runs ``fn(x)`` as the step attn.norm."""
 
-    __slots__ = ("address", "_cuts")
+    __slots__ = ("address", "pure", "_cuts")
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, pure: bool = False) -> None:
         self.address = address
+        self.pure = pure
         # By first step and number of steps: how the save-set that was asked last cuts that branch.
         self._cuts: dict[tuple[str, int], tuple[SaveSet, tuple[Cut, ...]]] = {}
 
@@ -67,10 +68,7 @@ class Scope:
         """
         tape = state.tape
         if tape is None or state.inner == MERGED or not torch.is_grad_enabled():
-            y = x
-            for _, fn in steps:
-                y = fn(y)
-            return join[1](x, y)
+            return _plainly(x, steps, join[1])
         if torch.compiler.is_compiling() or tape.verify:  # verify mode tells the steps apart
             y = x
             for name, fn in steps:
@@ -87,12 +85,15 @@ class Scope:
         if known is None or known[0] is not save_set:
             known = (save_set, cuts_of(steps, join[0], save_set, self.address))
             self._cuts[key] = known
-        counted, y = state.inner == COUNTED or not tape.live, x
-        alone = tape.counts or state.frame is not None
-        for cut in known[1]:
+        cuts, y = known[1], x
+        counted = state.inner == COUNTED or not tape.live
+        alone = tape.counts or not (state.frame is None or type(state.frame) is ReplayFrame)
+        if cuts[0].plain and (counted or not (alone or tape.dropped)):
+            return _counted(cuts[0].decision.masks, _plainly, (x, steps, join[1]), {})
+        for cut in cuts:
             part = steps[cut.start : cut.stop]
             if cut.merged and not counted:
-                span = Span(part, cut.wheres, join[1] if cut.joined else None)
+                span = Span(part, cut.wheres, join[1] if cut.joined else None, self.pure)
                 y = run_step(tape, cut.wheres[0], cut.decision, span, (y,), {})
             elif counted or (cut.decision.keeps_all and not alone):
                 y = _kept(tape, cut, part, y, counted)
@@ -101,15 +102,23 @@ class Scope:
             else:
                 for where, (_, fn) in zip(cut.wheres, part, strict=False):
                     y = run_step(tape, where, cut.decision, fn, (y,), {})
-        return y if known[1][-1].joined else self(*join, x, y)
+        return y if cuts[-1].joined else self(*join, x, y)
+
+
+def _plainly(x: Tensor, steps: Sequence[Named], join: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    y = x
+    for _, fn in steps:
+        y = fn(y)
+    return join(x, y)
 
 
 def _kept(tape: Tape, cut: Cut, part: Sequence[Named], y: Tensor, counted: bool) -> Tensor:
     """Neighbours of which autograd may save for itself, except what the first saves of a dropped argument."""
-    if not counted and live_tag(y) is not None:
+    if tape.dropped and not counted and live_tag(y) is not None:
         y = run_step(tape, cut.wheres[0], cut.decision, part[0][1], (y,), {})
         part = part[1:]
-    before, state.masks = state.masks, cut.decision.masks
+    before = state.masks
+    state.masks = cut.decision.masks
     try:
         for _, fn in part:
             y = fn(y)
@@ -121,8 +130,12 @@ def _kept(tape: Tape, cut: Cut, part: Sequence[Named], y: Tensor, counted: bool)
 def _concerns_nobody(tape: Tape, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether autograd may save for itself, without hooks: everything is kept, nobody counts, and no argument was
     dropped."""
-    if not decision.keeps_all or tape.counts or state.frame is not None or kwargs:
+    if not decision.keeps_all or tape.counts or kwargs:
         return False
+    if state.frame is not None and type(state.frame) is not ReplayFrame:  # in a replay it takes what autograd saves
+        return False
+    if not tape.dropped:
+        return True
     return all(live_tag(a) is None if isinstance(a, Tensor) else not nested.is_nested(a) for a in args)
 
 
@@ -131,9 +144,13 @@ def _unseen(scope: Scope, name: str, fn: Callable[..., T], /, *args: Any, **kwar
     return scope(name, fn, *args, **kwargs)
 
 
-def at(address: str) -> Scope:
-    """The steps of one place in the model; the plan is asked for ``address`` and the step's name."""
-    return Scope(address)
+def at(address: str, *, pure: bool = False) -> Scope:
+    """The steps of one place in the model; the plan is asked for ``address`` and the step's name.
+
+    ``pure``: the model says that no module in its branches has running statistics (BatchNorm), so that a replay need
+    not look for them.
+    """
+    return Scope(address, pure)
 
 
 def step(name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -238,8 +255,9 @@ def _run_dropped(
     call.hold(leaves, spec, frame.outer)
     if watch is not None or tape.verify:
         watch = tape.watch_for(call, watch)
-    record = frame.record = Record(tape, call, watch)
+    record = Record(tape, call, watch)
     record.lane = lane_of(leaves)
+    frame.drop_for(record)
     ledger = tape.ledger
     rng = ledger.snapshot()
     ambient = state.read()
@@ -254,7 +272,7 @@ def _run_dropped(
         if not same_state(rng, ledger.snapshot()):
             call.rng = rng
     record.packs = frame.count
-    record.ends_here = bool(record.slots) and _is_over(frame.last, result)
+    record.ends_here = decision.output == KEEP and bool(record.slots) and _is_over(frame.last, result)
     call.check_inputs_unchanged(leaves)
     tape.note_record(record)
     if decision.output != KEEP:
@@ -281,7 +299,7 @@ def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
     """Tag each storage that the step made with who rebuilds it.  One that belongs to an input or a parameter, or that
     a kept internal holds anyway, stays kept."""
     seen = set() if frame.held is None else set(frame.held)
-    for index, tensor in enumerate(tensors_of(result)):
+    for index, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
         storage = storage_key(tensor)
         if storage in seen or frame.is_input(tensor) or is_parameter(tensor) or tensor.layout is not torch.strided:
             continue

@@ -59,6 +59,7 @@ class Tape:
         self.clear_after_backward = clear_after_backward
         self.verify = verify
         self.live = account is not None or not plan.keeps_all
+        self.dropped = False  # whether an output has been dropped that a step may be given
         self.outer: tuple[Any, Any] | None = None
         self._account = account
         self._tiers = tiers or {}
@@ -82,6 +83,7 @@ class Tape:
             if self._previous is None:
                 self.outer = _top_hooks(True)
             else:
+                self.dropped = self._previous.dropped
                 self.outer = self._previous.outer
                 self.verify = self.verify or self._previous.verify
                 self._around = self._previous if self._account is None else None
@@ -150,6 +152,7 @@ class Tape:
         return self._account is not None or self._around is not None
 
     def note_tag(self, tag: Tag) -> None:
+        self.dropped = True
         self._tags.append(weakref.ref(tag))
 
     def note_record(self, record: Record) -> None:
