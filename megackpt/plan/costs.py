@@ -325,13 +325,18 @@ def _chunk(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     rows = min(model.loss_chunk, model.seq // layout.c) * layout.micro_batch
     product, loss = _product(layout, x, x.hidden, x.vocab, column=True), _loss(model, layout, x, rows)
     logits, hidden = rows * x.vocab * x.act, x.rows * x.hidden * x.act
+    before = (x.rows - rows) * x.hidden * x.act  # the first part is the last to go back: the others' gradients wait
+    inside = loss["internal_bytes"]  # gone when the products' backward runs
     weight_gradient = x.hidden * x.vocab * x.act if x.act != x.grad else 0
     return product | {
         "output_bytes": x.rows * x.wide,
-        "internal_bytes": loss["internal_bytes"],
+        "internal_bytes": inside,
         "held_bytes": 8 * x.rows,
         "workspace_bytes": logits + loss["workspace_bytes"],
-        "backward_workspace_bytes": hidden + max(logits + weight_gradient, hidden),
+        "replay_workspace_bytes": before,
+        "backward_workspace_bytes": max(
+            before + loss["backward_workspace_bytes"], hidden + logits + weight_gradient - inside, 2 * hidden - inside
+        ),
         "collective": loss["collective"],
         "collective_bytes": 2 * x.rows * x.wide if layout.t > 1 else 0,
         "bytes_moved": product["bytes_moved"] + x.rows * x.vocab * (3 * x.wide + 2 * x.act),

@@ -257,7 +257,8 @@ class _Backward:
             self._resolve(name, at)
         inside = step.internal_bytes - (step.output_bytes if step.output_is_internal else 0)
         stored = step.mask_bytes if self.layer.save_set[step.name].masks == KEEP else 0
-        self.clock.touch(step.output_bytes + inside + step.mask_bytes + step.workspace_bytes, at)
+        needs = step.output_bytes + inside + step.mask_bytes + step.workspace_bytes + step.replay_workspace_bytes
+        self.clock.touch(needs, at)
         self.replayed.add(step.name)
         if step.name in self._slotted() and step.name not in self.done:
             for part, size in (("internals", inside), ("masks", stored)):

@@ -7,7 +7,7 @@ tensors (communicators, the driver's context, fragmentation) is named and added 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -214,6 +214,7 @@ class StageWalk:
     def __init__(self, made: Profile, layout: Layout, plan: Plan, stage: int, *, watched: bool = False) -> None:
         self.layout, self.stage = layout, stage
         self.message = made.boundary_bytes
+        self._receiving, self._sending = self._meeting(source), self._meeting(destination)
         self._first = [layout.is_first(stage, chunk) for chunk in range(layout.v)]
         self._last = [layout.is_last(stage, chunk) for chunk in range(layout.v)]
         self._slots = [
@@ -296,7 +297,13 @@ class StageWalk:
             self.peak = Moment(live, messages, self.kept_now, self.ends_now, self.in_flight, action, at)
 
     def _receives(self, action: Action) -> bool:
-        return self.layout.p > 1 and source(action, self.stage, self.layout.p, self.layout.v) is not None
+        return (action.kind, action.chunk) in self._receiving
 
     def _sends(self, action: Action) -> bool:
-        return self.layout.p > 1 and destination(action, self.stage, self.layout.p, self.layout.v) is not None
+        return (action.kind, action.chunk) in self._sending
+
+    def _meeting(self, other: Callable[[Action, int, int, int], object]) -> set[tuple[str, int]]:
+        """Kinds and chunks of actions that have an `other` end (a source, a destination) on another stage."""
+        p, v = self.layout.p, self.layout.v
+        kinds = [(kind, chunk) for kind in ("F", "B", "W") for chunk in range(v) if p > 1]
+        return {(kind, chunk) for kind, chunk in kinds if other(Action(kind, 0, chunk), self.stage, p, v) is not None}

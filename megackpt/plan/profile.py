@@ -46,6 +46,7 @@ class StepCost:
     collective_bytes: int = 0  # of the whole tensor, on any rank
     workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    replay_workspace_bytes: int = 0  # what waits while it is replayed, beside what its forward needs
     seconds: float | None = None  # measured, where somebody did
     backward_seconds: float | None = None
 

@@ -72,13 +72,18 @@ def test_hidden_256(family, layout):
 @pytest.mark.parametrize("dtype", ["bf16", "fp64"])
 def test_other_formats(dtype):
     base = FAMILIES["gpt"] | {"num-layers": 2, "params-dtype": dtype, "global-batch-size": 2}
-    check({name: base | POLICIES[name] for name in ("none", "full")}, RunLayout(), 0.03)
+    cases = {name: base | POLICIES[name] for name in ("none", "full")}
+    check(cases | {"loss in parts": base | {"loss-chunk-size": 16, "vocab-size": 4000}}, RunLayout(), 0.03)
 
 
 @pytest.mark.parametrize("layout", [RunLayout(), RunLayout(tp=2, sp=True)], ids=str)
 def test_loss_in_chunks(layout):
+    """A vocabulary of 4,000 is padded on the last rank, which so needs one softmax more than the others."""
     base = FAMILIES["llama"] | {"num-layers": 2, "loss-chunk-size": 8, "vocab-size": 4000, "global-batch-size": 2}
-    check({name: base | POLICIES[name] for name in ("none", "full")}, layout, 0.03)
+    check({name: base | POLICIES[name] for name in ("none", "full")}, layout, 0.01)
+    wide = base | WIDE | POLICIES["full"] | {"vocab-size": 16000}
+    cases = {f"parts of {size}": wide | {"loss-chunk-size": size} for size in (8, 24)}
+    check(cases, layout, 0.01)
 
 
 # -- without a run ---------------------------------------------------------------------------------------------------
