@@ -85,10 +85,16 @@ class RunConfig:
         """Where a run ends that goes on after ``iteration``.  With --train-samples that depends on the samples which
         are left: the steps before may have had another --global-batch-size."""
         if self.train.train_samples is not None:
-            left = max(0, self.train.train_samples - consumed_samples)
-            return iteration + left // self.batch.global_batch_size
+            return iteration + self.batch.steps(consumed_samples, self.train.train_samples)[0]
         assert self.train.train_iters is not None
         return self.train.train_iters
+
+    def last_sample(self, iteration: int, consumed_samples: int) -> int:
+        """Samples consumed at the end of a run that goes on after ``iteration``."""
+        if self.train.train_samples is not None:
+            return self.batch.steps(consumed_samples, self.train.train_samples)[1]
+        left = max(0, self.last_iteration(iteration, consumed_samples) - iteration)
+        return consumed_samples + left * self.batch.global_batch_size
 
     def to_yaml(self) -> str:
         """YAML of flag names by section; ``--config`` reads it back to an equal run (at the same world size)."""
@@ -117,10 +123,17 @@ class RunConfig:
                     f"--lr-{what}-{wrong} {given} contradicts --train-{unit} {length}: the schedule is counted as"
                     f" training is. Use --lr-{what}-{unit}."
                 )
-        if self.total_iterations < 1:
+        if self.batch.ramp is not None and not self.train.by_samples:
             raise UsageError(
-                f"--train-samples {length} is less than one step of --global-batch-size"
-                f" {self.batch.global_batch_size}. Nearest valid: --train-samples {self.batch.global_batch_size}."
+                f"--rampup-batch-size {' '.join(self.batch.rampup_batch_size)} needs --train-samples: with a batch that"
+                f" grows, --train-iters {length} says neither how long the run nor how long its schedule is."
+            )
+        if self.total_iterations < 1:
+            first = self.batch.sizes[0]
+            which = "--global-batch-size" if self.batch.ramp is None else "--rampup-batch-size"
+            raise UsageError(
+                f"--train-samples {length} is less than one step of {which} {first}. Nearest valid:"
+                f" --train-samples {first}."
             )
         given_decay: int | None = getattr(schedule, f"lr_decay_{unit}")
         decay = given_decay or length

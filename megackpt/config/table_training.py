@@ -27,6 +27,16 @@ ROWS: tuple[Flag, ...] = (
         minimum=1,
         default="micro-batch x data-parallel size",
     ),
+    works(
+        "--rampup-batch-size",
+        TRAINING,
+        "many",
+        "batch.rampup_batch_size",
+        "First global batch size, increment, and the samples over which it grows to --global-batch-size in equal"
+        " distances. Needs --train-samples. Evaluations use the full batch.",
+        metavar="START INCREMENT SAMPLES",
+        default="no growth",
+    ),
     works("--train-iters", TRAINING, "int", "train.train_iters", "Optimizer steps to train for.", minimum=1),
     works(
         "--train-samples",
@@ -309,7 +319,6 @@ ROWS: tuple[Flag, ...] = (
     accept("--manual-gc", TRAINING, "switch", "Changes no result."),
     accept("--manual-gc-interval", TRAINING, "int", "Changes no result."),
     accept("--empty-unused-memory-level", TRAINING, "int", "Changes no result."),
-    later("--rampup-batch-size", TRAINING, "many", "use a fixed --global-batch-size."),
     later(
         "--exit-duration-in-mins",
         TRAINING,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+
 
 def micro_batch_samples(
     consumed: int, global_batch: int, micro_batch: int, micro_batch_index: int, dp_index: int, dp_size: int
@@ -20,6 +22,12 @@ def micro_batch_samples(
     return range(first, first + micro_batch)
 
 
-def whole_steps(samples: int, consumed: int, global_batch: int) -> int:
-    """Full global batches left in `samples` samples: the same number on every rank; a shorter tail is left out."""
-    return max(0, samples - consumed) // global_batch
+def steps_of(samples: int, consumed: int, batch_size: Callable[[int], int]) -> Iterator[tuple[int, int]]:
+    """(samples consumed before it, global batch size) of every step that `samples` samples fill from `consumed` on.
+
+    `batch_size` gives the size of the step that starts after so many samples. A tail that fills no step is left out,
+    on every rank alike.
+    """
+    while consumed + (size := batch_size(consumed)) <= samples:
+        yield consumed, size
+        consumed += size

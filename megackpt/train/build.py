@@ -219,7 +219,7 @@ def build_data(
     """
     batch, train, data = config.batch, config.train, config.data
     if train_samples is None:
-        train_samples = config.total_iterations * batch.global_batch_size
+        train_samples = config.last_sample(0, 0)
     counts = SampleCounts.of_run(train_samples, batch.global_batch_size, train.eval_iters, evaluations=1)
     if data.mock_data:
         return build_mock_datasets(counts, config.model.seq_length, vocab, train.seed)

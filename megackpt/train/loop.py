@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
@@ -59,7 +59,8 @@ def train(trainer: Trainer) -> Position:
     reporter.start([*messages, *start.messages])
     stepper = Stepper(trainer)
     loop = Loop(trainer, reporter, stepper, start.position)
-    with loader(trainer, trainer.datasets.train, start.position.consumed_samples) as batches:
+    consumed = start.position.consumed_samples
+    with loader(trainer, trainer.datasets.train, consumed, config.batch.size_at) as batches:
         while loop.where.iteration < loop.last:
             loop.step(batches)
             if loop.due(config.train.eval_interval) or loop.ends:
@@ -106,11 +107,11 @@ class Loop:
         peak = ActivationPeak(trainer.seam) if measures else None
         with self._named(number):
             with peak or nullcontext():
-                totals = self.stepper.accumulate(batches)
+                totals = self.stepper.accumulate(batches, config.batch.size_at(self.where.consumed_samples))
             outcome = self.stepper.update(totals, self.where.consumed_samples)
         trainer.seam.synchronize()
         seconds = time.perf_counter() - start
-        self.where = Position(number, self.where.consumed_samples + config.batch.global_batch_size)
+        self.where = Position(number, self.where.consumed_samples + outcome.samples)
         if self.stepper.count_bytes:
             self._saved_bytes = over_ranks(trainer.account.peak, trainer)
         peaks = over_ranks(peak.bytes, trainer) if peak is not None else None
@@ -157,19 +158,21 @@ def enough_data(trainer: Trainer, where: Position) -> Datasets:
     larger one.  The order of samples does not depend on their number.
     """
     config = trainer.config
-    steps = config.last_iteration(where.iteration, where.consumed_samples) - where.iteration
-    needed = where.consumed_samples + max(0, steps) * config.batch.global_batch_size
+    needed = config.last_sample(where.iteration, where.consumed_samples)
     if needed <= len(trainer.datasets.train):
         return trainer.datasets
     return together(lambda: build_data(config, trainer.vocab, trainer.tokenizer, train_samples=needed))
 
 
-def loader(trainer: Trainer, dataset: SampleDataset, consumed: int) -> MicroBatchLoader:
-    """The micro-batches of this data-parallel rank from sample ``consumed`` on."""
+def loader(
+    trainer: Trainer, dataset: SampleDataset, consumed: int, batch_size: Callable[[int], int] | None = None
+) -> MicroBatchLoader:
+    """The micro-batches of this data-parallel rank from sample ``consumed`` on, in full global batches unless
+    ``batch_size`` says how many samples the step after so many has."""
     config, mesh = trainer.config, trainer.mesh
     return MicroBatchLoader(
         dataset,
-        config.batch.global_batch_size,
+        batch_size or config.batch.global_batch_size,
         config.batch.micro_batch_size,
         mesh.dp.index,
         mesh.dp.size,

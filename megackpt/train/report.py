@@ -124,12 +124,14 @@ class Reporter:
     ) -> IterationRecord:
         trainer = self.trainer
         devices = trainer.mesh.world_size
-        rates = throughput(outcome.tokens, seconds, devices, self._flops, self._hardware_flops, self._peak)
+        share = outcome.samples / trainer.config.batch.global_batch_size
+        flops, hardware_flops = self._flops * share, self._hardware_flops * share
+        rates = throughput(outcome.tokens, seconds, devices, flops, hardware_flops, self._peak)
         return IterationRecord(
             iteration=where.iteration,
             train_iters=self._last,
             consumed_samples=where.consumed_samples,
-            global_batch_size=trainer.config.batch.global_batch_size,
+            global_batch_size=outcome.samples,
             iteration_time_s=seconds,
             learning_rate=outcome.learning_rate,
             decoupled_learning_rate=outcome.decoupled_learning_rate,

@@ -44,6 +44,7 @@ class StepOutcome:
     learning_rate: float
     decoupled_learning_rate: float | None
     loss_scale: float
+    samples: int
     skipped: bool
 
 
@@ -53,7 +54,7 @@ class Stepper:
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         config = trainer.config
-        self.nominal_tokens = config.batch.global_batch_size * config.model.seq_length
+        self.samples = config.batch.global_batch_size  # of the step under way
         self.count_bytes = False
         self._batches: Iterator[Batch] = iter(())
         length = config.model.seq_length
@@ -99,16 +100,23 @@ class Stepper:
 
     def train(self, batches: MicroBatchLoader | Iterator[Batch], consumed_samples: int) -> StepOutcome:
         """Forward and backward of one global batch, reduction, clipping, update."""
-        totals = self.accumulate(batches)
+        totals = self.accumulate(batches, self.trainer.config.batch.size_at(consumed_samples))
         return self.update(totals, consumed_samples)
 
-    def accumulate(self, batches: Iterator[Batch]) -> tuple[float, int]:
+    @property
+    def nominal_tokens(self) -> int:
+        """Tokens of the step's global batch if none is masked."""
+        return self.samples * self.trainer.config.model.seq_length
+
+    def accumulate(self, batches: Iterator[Batch], samples: int | None = None) -> tuple[float, int]:
         """Gradients of one global batch in the buffer, summed over micro-batches and ranks and divided by the number
-        of tokens.  Returns the sum of the losses and that number."""
-        trainer = self.trainer
+        of tokens.  Returns the sum of the losses and that number.  ``samples``: the size of the batch, if not full."""
+        trainer, batch = self.trainer, self.trainer.config.batch
+        self.samples = samples or batch.global_batch_size
+        micro_batches = self.samples // (batch.micro_batch_size * trainer.mesh.dp.size)
         self._training(True)
         trainer.buffer.zero_()
-        total, tokens = self._run(batches, trainer.config.micro_batches, forward_only=False)
+        total, tokens = self._run(batches, micro_batches, forward_only=False)
         if trainer.health.last_chance:
             gradients = trainer.buffer.gradients()
             trainer.health.look((record, gradients[record.name]) for _, record in trainer.parameters)
@@ -145,6 +153,7 @@ class Stepper:
             learning_rate=rates.rate,
             decoupled_learning_rate=rates.decoupled,
             loss_scale=loss_scale,
+            samples=self.samples,
             skipped=not healthy,
         )
 

@@ -10,11 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megackpt.config.batch import BatchConfig
 from megackpt.data.dataset import Sample, training_sample
 from megackpt.data.gpt_dataset import GPTDataset, SampleFormat
 from megackpt.data.loader import MicroBatchLoader
 from megackpt.data.position import DataPosition, resume_message
-from megackpt.data.sampler import micro_batch_samples, whole_steps
+from megackpt.data.sampler import micro_batch_samples, steps_of
 from tests.data_room.tools import numbered, write_documents
 
 
@@ -76,10 +77,32 @@ def test_steps_read_the_same_samples_under_every_layout(workers: int) -> None:
 
 
 def test_tail_that_is_no_whole_step_is_left_out_on_all_ranks() -> None:
-    assert [whole_steps(n, 0, 8) for n in (7, 8, 15, 16)] == [0, 1, 1, 2]
-    assert whole_steps(20, 16, 8) == whole_steps(10, 16, 8) == 0
+    assert [list(steps_of(n, 0, lambda _: 8)) for n in (7, 15, 16)] == [[], [(0, 8)], [(0, 8), (8, 8)]]
+    assert list(steps_of(20, 16, lambda _: 8)) == list(steps_of(10, 16, lambda _: 8)) == []
     data = Counting(15)
     assert steps(data, 2, 2) == [set(range(8))] and max(data.read) == 7
+
+
+GROWING = BatchConfig(micro_batch_size=2, global_batch_size=12, rampup_batch_size=("4", "4", "30"))
+
+
+@pytest.mark.parametrize("workers", [0, 3])
+def test_a_batch_that_grows(workers: int) -> None:
+    """4 samples a step until 15 are consumed, then 8, from 30 on 12; the tail of 5 is left out."""
+    starts = [(0, 4), (4, 4), (8, 4), (12, 4), (16, 8), (24, 8), (32, 12), (44, 12)]
+    assert list(steps_of(61, 0, GROWING.size_at)) == starts and GROWING.steps(0, 61) == (8, 56)
+    for dp, b in ((1, 2), (2, 2), (2, 1), (1, 4)):
+        for first in range(len(starts) + 1):  # a resume at every step
+            begin = starts[first][0] if first < len(starts) else 56
+            loaders = [MicroBatchLoader(Counting(61), GROWING.size_at, b, d, dp, begin, workers) for d in range(dp)]
+            for start, size in starts[first:]:
+                assert {loader.position for loader in loaders} == {start}
+                rows = [next(loader)["tokens"] for _ in range(size // (b * dp)) for loader in loaders]
+                assert np.concatenate(rows).ravel().tolist() == list(range(start, start + size))
+            for loader in loaders:
+                assert loader.position == 56
+                with pytest.raises(StopIteration):
+                    next(loader)
 
 
 def test_threads_change_nothing_but_the_time() -> None:
