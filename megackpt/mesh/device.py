@@ -121,6 +121,10 @@ class DeviceSeam:
         """Memory of the device; None on a CPU."""
         return torch.cuda.get_device_properties(self.device).total_memory if self.kind == "cuda" else None
 
+    def host_bytes(self, count: int) -> torch.Tensor:
+        """Host memory of so many bytes that the device copies to and from without a detour."""
+        return torch.empty(count, dtype=torch.uint8, pin_memory=self.kind == "cuda")
+
     def event(self) -> Event:
         """A new mark on the current stream, to be recorded."""
         return _CudaEvent() if self.kind == "cuda" else _HostEvent()

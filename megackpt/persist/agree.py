@@ -6,14 +6,13 @@ a phase still takes part in the exchange, so its peers raise too instead of wait
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.api import CheckpointException
 
 from megackpt.config.errors import UsageError
 
@@ -56,6 +55,26 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def gather_to_first(self, value: T) -> list[T] | None:
+        """`value` of every rank on rank 0, None elsewhere. For what grows with the number of ranks."""
+        if self.size == 1:
+            return [value]
+        values: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        dist.gather_object(value, values, dst=self._first, group=self.group)
+        return values
+
+    def all_true(self, flag: bool) -> bool:
+        """Whether `flag` is true on every rank: one small all-reduce on the host."""
+        if self.size == 1:
+            return flag
+        value = torch.tensor(int(flag))
+        dist.all_reduce(value, op=dist.ReduceOp.MIN, group=self.group)
+        return bool(value.item())
+
+    @property
+    def _first(self) -> int:
+        return dist.get_global_rank(self.group, 0) if self.group is not None else 0
+
     def together(self, phase: str, work: Callable[[], T]) -> T:
         """Run `work` on every rank and return this rank's result; raise on all if it failed on any.
 
@@ -67,17 +86,39 @@ class Ranks:
             raise _combined(phase, failures) from cause
         return result  # type: ignore[return-value]
 
+    def collect(self, phase: str, work: Callable[[], T]) -> list[T]:
+        """Like `together`, with the (picklable) results of all ranks, by rank."""
+        result, cause = _attempt(work)
+        outcomes = self.gather((result, _failure(cause)))
+        failures = [failure for _, failure in outcomes]
+        if any(failures):
+            raise _combined(phase, failures) from cause
+        return [result for result, _ in outcomes]  # type: ignore[misc]
+
     def from_first(self, phase: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 alone and return its (picklable) result on every rank; raise on all if it failed."""
         result, cause = _attempt(work) if self.rank == 0 else (None, None)
         message = [(result, _failure(cause))]
         if self.size > 1:
-            source = dist.get_global_rank(self.group, 0) if self.group is not None else 0
-            dist.broadcast_object_list(message, src=source, group=self.group)
+            dist.broadcast_object_list(message, src=self._first, group=self.group)
         result, failure = message[0]
         if failure is not None:
             raise _combined(phase, [failure]) from cause
         return result  # type: ignore[return-value]
+
+
+    def from_first_each(self, phase: str, work: Callable[[], list[T]]) -> T:
+        """Run `work` on rank 0 alone and give every rank its item of the result; raise on all if it failed."""
+        results, cause = _attempt(work) if self.rank == 0 else (None, None)
+        failure = _failure(cause)
+        mine: list[Any] = [(results[0] if results else None, failure)]
+        if self.size > 1:
+            each = [(results[rank] if results else None, failure) for rank in range(self.size)]
+            dist.scatter_object_list(mine, each if self.rank == 0 else None, src=self._first, group=self.group)
+        result, failure = mine[0]
+        if failure is not None:
+            raise _combined(phase, [failure]) from cause
+        return result  # type: ignore[no-any-return]
 
 
 def coordination_group(timeout: timedelta) -> dist.ProcessGroup | None:
@@ -95,19 +136,6 @@ def describe(error: BaseException) -> str:
     """One line for an error: our own messages as they are, others with their type."""
     own = isinstance(error, (CheckpointError, UsageError))
     return str(error) if own else f"{type(error).__name__}: {error}"
-
-
-def through_dcp(phase: str, work: Callable[[], T]) -> T:
-    """Call DCP and turn its report of failed ranks (a BaseException with tracebacks) into a CheckpointError."""
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", message="torch.distributed is disabled"
-            )  # one process needs no group
-            return work()
-    except CheckpointException as failed:
-        reasons = [f"rank {rank}: {describe(error)}" for rank, (error, _) in sorted(failed.failures.items())]
-        raise CheckpointError(f"could not {phase}: " + "; ".join(reasons)) from failed
 
 
 def _attempt(work: Callable[[], T]) -> tuple[T | None, Exception | None]:

@@ -1,6 +1,6 @@
 """Names under a checkpoint root, and the moves between them that a crash cannot tear.
 
-.iter_0000010.tmp-<nonce>   being written              removed at the next start
+.iter_0000010.tmp-<nonce>   being written or removed   removed at the next start
 iter_0000010                whole                      appears by one rename
 .iter_0000010.old-<nonce>   replaced by a newer save   exists only between two renames and the removal
 latest_checkpointed_iteration.txt                      replaced last, so it never names what is not there
@@ -21,9 +21,11 @@ from megackpt.persist.agree import CheckpointError, Ranks
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "manifest.json"
-_WHOLE = re.compile(r"iter_(\d{7,})")
+RUN_FILE = "run.json"
+_NUMBER = re.compile(r"\d{1,15}", re.ASCII)
+_WHOLE = re.compile(r"iter_(?P<iteration>\d{7,15})", re.ASCII)
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-\w+")
-_REPLACED = re.compile(r"\.(iter_\d{7,})\.old-\w+")
+_REPLACED = re.compile(r"\.(?P<name>iter_(?P<iteration>\d{7,15}))\.old-\w+", re.ASCII)
 
 
 def directory_name(iteration: int) -> str:
@@ -31,22 +33,30 @@ def directory_name(iteration: int) -> str:
     return f"iter_{iteration:07d}"
 
 
-def saved_iterations(root: Path) -> list[int]:
-    """Iterations that have a directory under `root`, ascending. Says nothing about whether they are whole."""
-    if not root.is_dir():
-        return []
-    matches = [_WHOLE.fullmatch(entry.name) for entry in root.iterdir() if entry.is_dir()]
-    return sorted(int(match[1]) for match in matches if match)
+def saved_directories(root: Path) -> dict[int, Path]:
+    """Where each iteration lies under `root`, ascending. Says nothing about whether it is whole.
+
+    While a save replaces a checkpoint there is an instant without `iter_0000010`: then the one set aside stands for it.
+    """
+    found: dict[int, Path] = {}
+    for entry in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():  # "iter…" comes before ".iter…"
+        match = _WHOLE.fullmatch(entry.name) or _REPLACED.fullmatch(entry.name)
+        if match and entry.is_dir():
+            found.setdefault(int(match["iteration"]), entry)
+    return dict(sorted(found.items()))
 
 
 def tracked_iteration(root: Path) -> int | None:
     """What the tracker file says; None if there is none. Raises CheckpointError if it is not a number."""
     try:
-        text = (root / TRACKER).read_bytes().decode("ascii", "replace").strip()
+        with (root / TRACKER).open("rb") as file:
+            text = file.read(40).decode("ascii", "replace").strip()
     except FileNotFoundError:
         return None
-    if not text.isdigit():
-        raise CheckpointError(f"{TRACKER} holds {text[:40]!r}, not an iteration number")
+    except OSError as error:
+        raise CheckpointError(f"{TRACKER} cannot be read ({error.strerror})") from error
+    if not _NUMBER.fullmatch(text):
+        raise CheckpointError(f"{TRACKER} holds {text!r}, not an iteration number")
     return int(text)
 
 
@@ -56,14 +66,14 @@ def latest_iteration(root: str | Path) -> int | None:
     Reads names only; whether the checkpoint is whole is for `load` to find out.
     """
     root = Path(root)
-    saved = saved_iterations(root)
+    saved = saved_directories(root)
     try:
         tracked = tracked_iteration(root)
     except CheckpointError:
         tracked = None
     if tracked in saved:
         return tracked
-    return max((i for i in saved if (root / directory_name(i) / MANIFEST).is_file()), default=None)
+    return max((i for i, path in saved.items() if (path / MANIFEST).is_file()), default=None)
 
 
 def prepare_directory(root: str | Path, group: ProcessGroup | None = None) -> list[str]:
@@ -81,9 +91,9 @@ def _recover(root: Path) -> list[str]:
     _prove_writable(root)
     for entry in sorted(root.iterdir()):
         replaced = _REPLACED.fullmatch(entry.name)
-        if replaced and not (root / replaced[1]).exists():
-            os.rename(entry, root / replaced[1])
-            done.append(f"put {replaced[1]} back: a save that was to replace it was interrupted")
+        if replaced and not (root / replaced["name"]).exists():
+            os.rename(entry, root / replaced["name"])
+            done.append(f"put {replaced['name']} back: a save that was to replace it was interrupted")
         elif replaced or _TEMPORARY.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
             done.append(f"removed {entry.name}, left over from an interrupted save")
@@ -127,6 +137,17 @@ def commit(root: Path, temporary: Path, iteration: int) -> Path:
     if replaced is not None:
         shutil.rmtree(replaced, ignore_errors=True)
     return final
+
+
+def remove(checkpoint: Path) -> None:
+    """Delete a checkpoint. Its name goes first, so that none that is half there can be taken for one."""
+    name = checkpoint.name.lstrip(".").partition(".")[0]
+    leaving = checkpoint.with_name(f".{name}.tmp-{secrets.token_hex(4)}")
+    try:
+        os.rename(checkpoint, leaving)
+    except OSError:
+        return  # the next save will try again
+    shutil.rmtree(leaving, ignore_errors=True)  # what stays is removed at the next start
 
 
 def write_durably(path: Path, content: bytes) -> None:

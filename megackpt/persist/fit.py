@@ -1,4 +1,12 @@
-"""Does a checkpoint fit this run? Every way in which it does not is named, with the tensor and the flag."""
+"""Does a checkpoint fit this run? Every way in which it does not is named, with the tensor and the flag.
+
+What becomes of keys that only one side has is the user's choice (`--dist-ckpt-strictness`, Megatron's words):
+
+    raise_all                                 an error either way (the default)
+    raise_unexpected, assume_ok_unexpected    an error if the run has a tensor that the checkpoint lacks
+    log_all, log_unexpected                   named, and the run goes on
+    ignore_all                                counted, and the run goes on
+"""
 
 from __future__ import annotations
 
@@ -13,6 +21,7 @@ from megackpt.persist.manifest import Manifest, StoredTensor
 from megackpt.persist.state import Piece, group_of
 from megackpt.persist.tensor_file import DTYPE_NAMES
 
+_NEEDS_ALL = ("raise_unexpected", "assume_ok_unexpected")
 _NAMED = 5  # keys that a message lists in full
 _LEFT_OUT = {
     "model": "model weights; is it a checkpoint of a training run?",
@@ -36,23 +45,17 @@ def check_fit(
     pieces: Sequence[Piece],
     keys: set[str],
     wanted: Collection[str],
-    strict: bool,
+    strictness: str,
 ) -> Fit:
     """Compare this rank's wanted `pieces`, and the `keys` that all ranks want together, with a checkpoint.
 
-    Raises UsageError naming what is missing, surplus or of another shape.
+    Raises UsageError naming what is missing, surplus or of another shape, as far as `strictness` does not allow it.
     """
     for group in sorted({group_of(key) for key in keys} - manifest.groups):
         raise UsageError(f"{directory} has no {_LEFT_OUT[group]}")
     missing = sorted(keys - set(manifest.tensors))
     surplus = sorted(key for key in manifest.tensors if group_of(key) in wanted and key not in keys)
-    messages = []
-    if missing:
-        messages.append(f"{directory} lacks {_listed(missing)}, which this run has")
-    if surplus:
-        messages.append(f"{directory} has {_listed(surplus)}, which this run has not")
-    if messages and strict:
-        raise UsageError("\n".join([*messages, _advice([*missing, *surplus])]))
+    messages = _one_sided(directory, missing, surplus, strictness)
     present = [piece for piece in pieces if piece.key in manifest.tensors]
     misfits = [fault for piece in present if (fault := _misfit(piece, manifest.tensors[piece.key]))]
     if misfits:
@@ -61,6 +64,18 @@ def check_fit(
         rows for piece in present if (rows := _uncovered(piece, manifest.tensors[piece.key])) is not None
     ]
     return Fit(present, padding, messages + _conversions(present, manifest))
+
+
+def _one_sided(directory: Path, missing: list[str], surplus: list[str], strictness: str) -> list[str]:
+    """What to say of keys that only one side has. Raises UsageError if `strictness` says so."""
+    if strictness == "ignore_all" and (missing or surplus):
+        return [f"{directory}: {len(missing)} tensors of this run are not there, {len(surplus)} others are ignored"]
+    lacks = [f"{directory} lacks {_listed(missing)}, which this run has"] if missing else []
+    has = [f"{directory} has {_listed(surplus)}, which this run has not"] if surplus else []
+    fatal = lacks + has if strictness == "raise_all" else lacks if strictness in _NEEDS_ALL else []
+    if fatal:
+        raise UsageError("\n".join([*fatal, _advice([*missing, *surplus])]))
+    return lacks + has
 
 
 def _misfit(piece: Piece, stored: StoredTensor) -> str | None:

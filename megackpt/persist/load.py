@@ -2,30 +2,35 @@
 
 Files are checked against the manifest's digests before anything is read (the work is shared among ranks). If the
 checkpoint that the tracker names is not whole, the newest whole one before it is taken and the report says so.
-Tensors go to whatever layout asks for them; only the states of RNG streams mean nothing on another layout.
+Tensors go to whatever layout asks for them, and a rank reads only what it needs, a block at a time; only the states
+of RNG streams mean nothing on another layout.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed import ProcessGroup
 
 from megackpt.config.errors import UsageError
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.persist import directory
-from megackpt.persist.agree import CheckpointError, Ranks, through_dcp
+from megackpt.persist.agree import CheckpointError, Ranks
 from megackpt.persist.fit import Fit, check_fit
-from megackpt.persist.manifest import Manifest
-from megackpt.persist.planner import PieceLoadPlanner, as_state_dict
+from megackpt.persist.manifest import Manifest, read_whole
+from megackpt.persist.planner import Reading, plan_reading
 from megackpt.persist.state import GROUPS, RunState, group_of, layout_of, pieces_of
-from megackpt.persist.storage import RUN_FILE, ShardReader
+from megackpt.persist.tensor_reader import TensorReader
+from megackpt.persist.torch_file import DocumentReader
+
+_LARGEST_RUN_FILE = 64 << 20  # bytes
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ def load(
     mesh: ProcessMesh,
     *,
     want: Collection[str] = GROUPS,
-    strict: bool = True,
+    strictness: str = "raise_all",
     iteration: int | None = None,
     group: ProcessGroup | None = None,
 ) -> LoadReport | None:
@@ -63,7 +68,7 @@ def load(
 
     Called by all ranks together. `want`: which of "model", "optimizer", "rng" to read; tensors of other groups stay
     as they are (`--finetune` wants the model, `--no-load-optim` all but the optimizer). `iteration`: this one and
-    no other. With `strict` every wanted key must be on both sides; without, missing and surplus ones are reported.
+    no other. `strictness`: what becomes of keys that only one side has, see `persist.fit`.
     Raises UsageError if the checkpoint does not fit the run (naming tensors, shapes and flags), CheckpointError if
     there are checkpoints and none is whole. After an error while reading, the tensors hold neither old nor new.
     """
@@ -81,7 +86,7 @@ def load(
         pieces = [piece for piece in pieces if piece.key in keys]
         messages.append(_other_layout(saved_layout, layout_of(mesh)))
     fit = ranks.together(
-        "load", lambda: check_fit(found.directory, found.manifest, pieces, keys, wanted, strict)
+        "load", lambda: check_fit(found.directory, found.manifest, pieces, keys, wanted, strictness)
     )
     messages += _union(ranks.gather(fit.messages))
     _read(ranks, fit, found)
@@ -94,26 +99,28 @@ def load(
 def _read(ranks: Ranks, fit: Fit, found: _Found) -> None:
     for padding in fit.padding:
         padding.zero_()
-    reader = ShardReader(found.directory, found.manifest)
-    through_dcp(
-        "load",
-        lambda: dcp.load(
-            as_state_dict(fit.pieces),
-            storage_reader=reader,
-            planner=PieceLoadPlanner(),
-            process_group=ranks.group,
-            no_dist=not ranks.connected,
-        ),
-    )
-    ranks.together("load", reader.settle)
+    ranks.together("load", lambda: _fill(found, plan_reading(found.manifest, fit.pieces)))
+
+
+def _fill(found: _Found, readings: Sequence[Reading]) -> None:
+    by_file: dict[str, list[Reading]] = defaultdict(list)
+    for reading in readings:
+        by_file[reading.part.file].append(reading)
+    kind = DocumentReader if found.manifest.format == "torch" else TensorReader
+    for name, wanted in by_file.items():
+        try:
+            with closing(kind(found.directory / name)) as file:
+                for reading in wanted:
+                    file.read(reading.part.entry, reading.offsets, reading.target)
+        except ValueError as error:
+            raise CheckpointError(f"{found.directory / name}: {error}") from error
 
 
 def _find(ranks: Ranks, root: Path, iteration: int | None) -> tuple[_Found | None, list[str]]:
     """The first whole checkpoint among the candidates, and what to tell the user about those passed over."""
     candidates, messages = ranks.from_first("load", lambda: _candidates(root, iteration))
     faults: list[str] = []
-    for candidate in candidates:
-        path = root / directory.directory_name(candidate)
+    for path in candidates:
         fault, manifest = _check(ranks, path)
         if manifest is not None:
             run = ranks.from_first("load", partial(_run, path))
@@ -125,24 +132,24 @@ def _find(ranks: Ranks, root: Path, iteration: int | None) -> tuple[_Found | Non
     return None, messages
 
 
-def _candidates(root: Path, iteration: int | None) -> tuple[list[int], list[str]]:
-    """Iterations in the order in which they are tried: the tracker's, older ones from the newest, then newer ones."""
-    saved = directory.saved_iterations(root)
+def _candidates(root: Path, iteration: int | None) -> tuple[list[Path], list[str]]:
+    """Checkpoints in the order in which they are tried: the tracker's, older ones from the newest, then newer ones."""
+    saved = directory.saved_directories(root)
     if iteration is not None:
         if iteration not in saved:
-            raise UsageError(f"{root} has no checkpoint of iteration {iteration}; it has {saved or 'none'}")
-        return [iteration], []
-    newest_first = saved[::-1]
+            raise UsageError(f"{root} has no checkpoint of iteration {iteration}; it has {[*saved] or 'none'}")
+        return [saved[iteration]], []
+    newest_first = [*saved][::-1]
     try:
         tracked = directory.tracked_iteration(root)
     except CheckpointError as error:
-        return newest_first, [f"{root}: {error}; trying the newest checkpoint"]
+        return [saved[i] for i in newest_first], [f"{root}: {error}; trying the newest checkpoint"]
     if tracked is None:
         note = f"{root} has no {directory.TRACKER}; trying the newest checkpoint"
-        return newest_first, [note] if saved else []
-    older = [i for i in newest_first if i < tracked]
-    newer = [i for i in newest_first if i > tracked]
-    return [tracked, *older, *newer], []
+        return [saved[i] for i in newest_first], [note] if saved else []
+    older = [saved[i] for i in newest_first if i < tracked]
+    newer = [saved[i] for i in newest_first if i > tracked]
+    return [saved.get(tracked, root / directory.directory_name(tracked)), *older, *newer], []
 
 
 def _check(ranks: Ranks, path: Path) -> tuple[str, Manifest | None]:
@@ -164,7 +171,12 @@ def _manifest(path: Path) -> tuple[str, Manifest | None]:
 
 
 def _run(path: Path) -> dict[str, Any]:
-    run: dict[str, Any] = json.loads((path / RUN_FILE).read_bytes())
+    try:
+        run: dict[str, Any] = json.loads(read_whole(path / directory.RUN_FILE, _LARGEST_RUN_FILE))
+        if not isinstance(run["extra"], dict) or not isinstance(run["layout"], dict):
+            raise TypeError("its parts are not what they should be")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path / directory.RUN_FILE} cannot be understood ({error})") from error
     return run
 
 

@@ -1,144 +1,177 @@
-"""Pieces as DCP plans: our pieces say where they lie, DCP decides who writes what and which stored parts to read.
+"""Who writes what, and which stored parts to read: DCP's planning over pieces.
 
-A DTensor would say the same thing, at the price of a device mesh whose process groups have to be made and owned and
-of shards that can only be even; a piece is just an offset and a shape, and needs no communicator.
+A piece says where it lies; DCP's planner gives each place to one of the ranks that hold it, evenly by size, and its
+resharding finds the stored parts that a wanted piece overlaps. A DTensor would say the same thing, at the price of a
+device mesh whose process groups have to be made and owned and of shards that can only be even; a piece is just an
+offset and a shape, and needs no communicator.
 """
 
 from __future__ import annotations
 
-import io
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
-    Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megackpt.persist.agree import CheckpointError
+from megackpt.persist.agree import CheckpointError, Ranks
+from megackpt.persist.manifest import Manifest, StoredPart, StoredTensor
 from megackpt.persist.state import Piece
+from megackpt.persist.tensor_file import DTYPE_NAMES, DTYPES
 
-_ALL = "pieces"
-
-
-def as_state_dict(pieces: list[Piece]) -> dict[str, Any]:
-    """What `dcp.save` and `dcp.load` take. One entry for all: each entry costs them a log record or two."""
-    return {_ALL: {piece.key: piece for piece in pieces}}
+Place = tuple[str, tuple[int, ...]]
 
 
-class PieceSavePlanner(DefaultSavePlanner):
-    """DCP's planner (one copy of each replica, spread evenly by size) over pieces instead of tensors."""
+@dataclass(frozen=True)
+class Kind:
+    """What all ranks must say alike of a piece. Small and picklable: rank 0 sees those of all."""
 
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self.pieces: dict[str, Piece] = {}
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        self.pieces = state_dict[_ALL]
-        self.is_coordinator = is_coordinator
-
-    def create_local_plan(self) -> SavePlan:
-        self.plan = SavePlan([_write_item(piece) for piece in self.pieces.values()])
-        return self.plan
-
-    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """As DCP's, after checking that all ranks mean the same tensor by a key."""
-        first: dict[str, tuple[torch.Size, torch.dtype]] = {}
-        for plan in all_plans:
-            for item in plan.items:
-                assert item.tensor_data is not None  # every piece has one
-                kind = (item.tensor_data.size, item.tensor_data.properties.dtype)
-                if first.setdefault(item.index.fqn, kind) != kind:
-                    raise CheckpointError(
-                        f"ranks disagree about {item.index.fqn}: {first[item.index.fqn]} or {kind}"
-                    )
-        return super().create_global_plan(all_plans)
-
-    def resolve_data(self, write_item: WriteItem) -> Tensor:
-        return self.pieces[write_item.index.fqn].tensor.detach()
+    place: Place
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    valid_rows: int | None
 
 
-class PieceLoadPlanner(LoadPlanner):
-    """Reads whatever stored parts overlap each piece straight into its tensor.
+@dataclass(frozen=True)
+class WritePlan:
+    """This rank's part of a save: which pieces it writes, under which names, to which file ("": to none).
+
+    `tensors` (on rank 0): what the manifest says of all ranks' tensors.
+    """
+
+    file: str
+    entries: tuple[tuple[Place, str], ...]
+    tensors: dict[str, StoredTensor] | None = None
+    files: tuple[str, ...] = ()
+
+
+def kinds_of(pieces: Iterable[Piece]) -> tuple[Kind, ...]:
+    """The structure of what a rank saves. It is the same in every save of a run, and then so is the plan."""
+    return tuple(
+        Kind(p.place, tuple(p.tensor.shape), p.global_shape, p.tensor.dtype, p.valid_rows) for p in pieces if p.saved
+    )
+
+
+def plan_writing(ranks: Ranks, kinds: tuple[Kind, ...], file: str, *, shared: bool) -> WritePlan:
+    """Decide who writes what; called by all ranks together.
+
+    `file`: what this rank would write to, "" if it writes nothing. `shared`: copies are written by one of the ranks
+    that hold them; else every rank with a file writes all it has, and the manifest names the first copy of each.
+    Raises CheckpointError on all ranks if they mean different tensors by one key.
+    """
+    requests = ranks.gather_to_first((file, kinds))
+    return ranks.from_first_each("save", lambda: _plans(requests or [], shared))
+
+
+def _plans(requests: Sequence[tuple[str, tuple[Kind, ...]]], shared: bool) -> list[WritePlan]:
+    _check_agreement(kind for _, kinds in requests for kind in kinds)
+    by_rank = [list(kinds) for _, kinds in requests]
+    if shared:
+        by_rank = _without_copies(by_rank)
+    parts: dict[str, dict[tuple[int, ...], StoredPart]] = defaultdict(dict)
+    first: dict[str, Kind] = {}
+    plans = []
+    for (file, _), kinds in zip(requests, by_rank, strict=True):
+        times: dict[str, int] = defaultdict(int)
+        entries = []
+        for kind in kinds if file else ():
+            key, offsets = kind.place
+            entry = f"{key}#{times[key]}" if times[key] else key
+            times[key] += 1
+            entries.append((kind.place, entry))
+            first.setdefault(key, kind)
+            parts[key].setdefault(offsets, StoredPart(file, entry, offsets, kind.shape))
+        plans.append(WritePlan(file if entries else "", tuple(entries)))
+    tensors = {
+        key: StoredTensor(DTYPE_NAMES[kind.dtype], kind.global_shape, kind.valid_rows, tuple(parts[key].values()))
+        for key, kind in first.items()
+    }
+    _check_cover(tensors)
+    files = tuple(plan.file for plan in plans)
+    return [WritePlan(plans[0].file, plans[0].entries, tensors, files), *plans[1:]]
+
+
+def _check_agreement(kinds: Iterable[Kind]) -> None:
+    first: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+    for kind in kinds:
+        key, meant = kind.place[0], (kind.global_shape, kind.dtype)
+        if first.setdefault(key, meant) != meant:
+            raise CheckpointError(f"ranks disagree about {key}: {first[key]} or {meant}")
+
+
+def _check_cover(tensors: dict[str, StoredTensor]) -> None:
+    for key, tensor in tensors.items():
+        held = sum(prod(part.shape) for part in tensor.parts)
+        if held != prod(tensor.shape):
+            raise CheckpointError(f"all ranks together hold {held} of the {prod(tensor.shape)} elements of {key}")
+
+
+def _without_copies(by_rank: Sequence[Sequence[Kind]]) -> list[list[Kind]]:
+    """DCP's deduplication, evenly by size, and its check that the parts of a tensor neither overlap nor leave gaps."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    plans, _ = planner.create_global_plan([SavePlan([_write_item(kind) for kind in kinds]) for kinds in by_rank])
+    return [
+        [kind for kind, wanted in _matching(kinds, plan) if wanted] for kinds, plan in zip(by_rank, plans, strict=True)
+    ]
+
+
+def _matching(kinds: Sequence[Kind], plan: SavePlan) -> list[tuple[Kind, bool]]:
+    kept = {(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items}
+    return [(kind, kind.place in kept) for kind in kinds]
+
+
+def _write_item(kind: Kind) -> WriteItem:
+    key, offsets = kind.place
+    chunk = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(kind.shape))
+    properties = TensorProperties(dtype=kind.dtype)
+    data = TensorWriteData(chunk=chunk, properties=properties, size=torch.Size(kind.global_shape))
+    return WriteItem(index=MetadataIndex(key, offsets), type=WriteItemType.SHARD, tensor_data=data)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A box of a stored part and the view of this rank's tensor that it fills."""
+
+    part: StoredPart
+    offsets: tuple[int, ...]
+    """in the part"""
+    target: Tensor
+
+
+def plan_reading(manifest: Manifest, pieces: Sequence[Piece]) -> list[Reading]:
+    """What this rank reads to fill `pieces`: the overlaps with the stored parts, and nothing else.
 
     What the stored tensor does not cover (padding rows of a larger padded vocabulary) is left as it is.
     """
+    by_key: dict[str, list[Piece]] = defaultdict(list)
+    for piece in pieces:
+        by_key[piece.key].append(piece)
+    return [reading for key, wanted in by_key.items() for reading in _readings(key, manifest.tensors[key], wanted)]
 
-    def __init__(self) -> None:
-        self.pieces: dict[str, Piece] = {}
-        self.stored: dict[str, Any] = {}
 
-    def set_up_planner(
-        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
-    ) -> None:
-        assert metadata is not None  # our reader always has it
-        self.pieces, self.stored = state_dict[_ALL], metadata.state_dict_metadata
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for key, piece in self.pieces.items():
-            items += create_read_items_for_chunk_list(key, self.stored[key], [_chunk(piece)])
-        return LoadPlan(items)
-
-    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        return global_plan  # each rank reads for itself
-
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        return central_plan
-
-    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        target = self.pieces[read_item.dest_index.fqn].tensor.detach()
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+def _readings(key: str, stored: StoredTensor, wanted: list[Piece]) -> list[Reading]:
+    parts = {part.offsets: part for part in stored.parts}
+    chunks = [ChunkStorageMetadata(torch.Size(part.offsets), torch.Size(part.shape)) for part in stored.parts]
+    metadata = TensorStorageMetadata(TensorProperties(dtype=DTYPES[stored.dtype]), torch.Size(stored.shape), chunks)
+    own = {piece.offsets: piece.tensor.detach() for piece in wanted}
+    asked = [ChunkStorageMetadata(torch.Size(piece.offsets), piece.tensor.shape) for piece in wanted]
+    readings = []
+    for item in create_read_items_for_chunk_list(key, metadata, asked):
+        target = own[tuple(item.dest_index.offset or ())]
+        for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
-        return target
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing to do: `resolve_tensor` gave a view of the tensor itself."""
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
-
-    def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor")
-
-
-def stored_metadata(dtype: torch.dtype, shape: tuple[int, ...], parts: list[ChunkStorageMetadata]) -> Any:
-    """DCP's description of a stored tensor."""
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), parts)
-
-
-def _chunk(piece: Piece) -> ChunkStorageMetadata:
-    return ChunkStorageMetadata(offsets=torch.Size(piece.offsets), sizes=piece.tensor.shape)
-
-
-def _write_item(piece: Piece) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(piece.key, piece.offsets),
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=_chunk(piece),
-            properties=TensorProperties(dtype=piece.tensor.dtype),
-            size=torch.Size(piece.global_shape),
-        ),
-    )
+        part = parts[tuple(item.storage_index.offset or ())]
+        readings.append(Reading(part, tuple(item.storage_offsets), target))
+    return readings

@@ -3,62 +3,212 @@
 Ranks write into a temporary directory, tell each other how it went, and only then rank 0 renames it into place and
 moves the tracker. A full disk, a failing rank or a kill at any point leaves the previous checkpoint and the tracker
 as they were.
+
+::
+
+    save      plan (once) ─ temporary directory ─ snapshot │ training goes on
+    writer                                                 └─ write, sum, fsync ┐
+    poll                                                     all ranks done? ───┴─ manifest ─ rename ─ tracker
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.persist import directory
-from megackpt.persist.agree import CheckpointError, Ranks, through_dcp
-from megackpt.persist.planner import PieceSavePlanner, as_state_dict
+from megackpt.persist.agree import CheckpointError, Ranks
+from megackpt.persist.manifest import Manifest, digest_of
+from megackpt.persist.planner import Kind, WritePlan, kinds_of, plan_writing
+from megackpt.persist.retention import KEEP_ALL, Retention
 from megackpt.persist.state import Piece, RunState, layout_of, pieces_of
-from megackpt.persist.storage import ShardWriter
+from megackpt.persist.tensor_file import FileDigest, Part, write_bytes, write_tensors
+from megackpt.persist.torch_file import file_name, pieces_of_file, write_document
+from megackpt.persist.writing import HostCopy, Writing
 
 
 def save(
     root: str | Path, iteration: int, state: RunState, mesh: ProcessMesh, group: ProcessGroup | None = None
 ) -> Path:
-    """Write `state` as the checkpoint of `iteration` under `root`; returns its directory.
+    """Write `state` as the checkpoint of `iteration` under `root`; returns its directory. See `Saver.save`."""
+    path = Saver(root, mesh, group).save(iteration, state)
+    assert path is not None  # nothing was left to a writer
+    return path
 
-    Called by all ranks together; `root` is on a file system that all of them see. What flags leave out
-    (`--no-save-optim`, `--no-save-rng`) is simply not in `state`. An existing checkpoint of the same iteration is
-    replaced once the new one is complete. `group`: see coordination_group.
-    Raises CheckpointError on every rank if any rank failed; earlier checkpoints and the tracker are then untouched.
-    """
-    root, ranks = Path(root), Ranks(group)
-    pieces = ranks.together("save", lambda: pieces_of(state, mesh))
-    run = ranks.from_first("save", lambda: _run_file(iteration, state, mesh))
-    temporary = ranks.from_first("save", lambda: directory.begin(root, iteration))
-    try:
-        ranks.together("save", lambda: _must_see(temporary))
-        _write(ranks, pieces, ShardWriter(temporary, iteration, run))
-        return ranks.from_first("save", lambda: directory.commit(root, temporary, iteration))
-    except BaseException:
-        if ranks.rank == 0:
+
+@dataclass(frozen=True)
+class _Flight:
+    """A save that has begun."""
+
+    iteration: int
+    temporary: Path
+    run: bytes
+    plan: WritePlan
+    writing: Writing[FileDigest | None]
+
+
+class Saver:
+    """Writes the checkpoints of one run, one at a time. Its methods are called by all ranks together."""
+
+    def __init__(
+        self,
+        root: str | Path,
+        mesh: ProcessMesh,
+        group: ProcessGroup | None = None,
+        *,
+        host_copy: HostCopy | None = None,
+        form: str = "torch_dist",
+        retention: Retention = KEEP_ALL,
+    ) -> None:
+        """`root` is on a file system that all ranks see. `group`: see coordination_group.
+
+        `host_copy`: where a snapshot goes; with it saves are written in the background. `form`: torch_dist or torch.
+        """
+        self.root, self.mesh, self.ranks = Path(root), mesh, Ranks(group)
+        self._host_copy, self._form, self._retention = host_copy, form, retention
+        self._planned: tuple[tuple[Kind, ...], WritePlan] | None = None
+        self._flight: _Flight | None = None
+        self._removal: Writing[None] | None = None
+
+    @property
+    def busy(self) -> bool:
+        """A save is being written, or waits for the ranks to meet."""
+        return self._flight is not None
+
+    def save(self, iteration: int, state: RunState) -> Path | None:
+        """Write `state` as the checkpoint of `iteration`; waits first for a save that is still being written.
+
+        What flags leave out (`--no-save-optim`, `--no-save-rng`) is simply not in `state`. An existing checkpoint of
+        the same iteration is replaced once the new one is complete. Returns the directory, or in the background None
+        as soon as `state` may change. Raises CheckpointError on every rank if any rank failed; earlier checkpoints
+        and the tracker are then untouched.
+        """
+        self.finish()
+        ranks, form = self.ranks, self._form
+        pieces = ranks.together("save", lambda: pieces_of(state, self.mesh))
+        if form == "torch":
+            pieces = pieces_of_file(ranks, self.mesh, pieces)
+        run = ranks.from_first("save", lambda: _run_file(iteration, state, self.mesh))
+        plan = self._plan(pieces)
+        temporary = ranks.from_first("save", lambda: directory.begin(self.root, iteration))
+        try:
+            ranks.together("save", lambda: _must_see(temporary))
+            plain = {"iteration": iteration, "run": state.extra}
+            work = ranks.together("save", lambda: self._work(plan, pieces, temporary, plain))
+            writing = Writing(work, background=self._host_copy is not None)
+            self._flight = _Flight(iteration, temporary, run, plan, writing)
+        except BaseException:
+            self._discard(temporary)
+            raise
+        return None if self._host_copy is not None else self.finish()
+
+    def poll(self) -> Path | None:
+        """The directory of a save that all ranks have written since; None while there is none. Never waits for one.
+
+        Raises like `save`.
+        """
+        if self._flight is None or not self.ranks.all_true(self._flight.writing.done):
+            return None
+        return self.finish()
+
+    def finish(self) -> Path | None:
+        """Wait for the save that is being written, if any; its directory. Raises like `save`."""
+        flight, self._flight = self._flight, None
+        if flight is None:
+            return None
+        try:
+            digests = self.ranks.collect("save", flight.writing.result)
+            path = self.ranks.from_first("save", lambda: self._commit(flight, digests))
+        except BaseException:
+            self._discard(flight.temporary)
+            raise
+        return path
+
+    def abandon(self) -> None:
+        """Stop writing without asking the other ranks, who may be gone. The next start removes what is there."""
+        flight, self._flight = self._flight, None
+        if flight is not None:
+            flight.writing.stop()
+
+    def _plan(self, pieces: list[Piece]) -> WritePlan:
+        """Of the save before if all ranks still hold the same, which they do unless the caller changed its mind."""
+        kinds = kinds_of(pieces)
+        known = self._planned is not None and self._planned[0] == kinds
+        if self._planned is None or not self.ranks.all_true(known):
+            own = file_name(self.mesh) if self._form == "torch" else f"rank_{self.ranks.rank:05d}.safetensors"
+            plan = plan_writing(self.ranks, kinds, own, shared=self._form != "torch")
+            self._planned = kinds, plan
+        return self._planned[1]
+
+    def _work(
+        self, plan: WritePlan, pieces: list[Piece], temporary: Path, plain: Mapping[str, Any]
+    ) -> Callable[[Callable[[], None]], FileDigest | None]:
+        """What this rank's writer does."""
+        by_place = {piece.place: piece.tensor.detach() for piece in pieces}
+        tensors = [by_place[place] for place, _ in plan.entries]
+        if self._host_copy is not None:
+            tensors = self._host_copy.take(tensors)
+        parts = [_part(place, entry, t) for (place, entry), t in zip(plan.entries, tensors, strict=True)]
+        path, verify, form = temporary / plan.file, self._retention != KEEP_ALL, self._form
+
+        def work(check: Callable[[], None]) -> FileDigest | None:
+            if not plan.file:  # every piece of this rank is written by a replica
+                return None
+            try:
+                if form == "torch":
+                    written = write_document(path, parts, plain, check)
+                else:
+                    written = write_tensors(path, parts, check)
+            except OSError as error:
+                raise _explained(error, path, parts) from error
+            if verify and digest_of(path) != written:  # another checkpoint may be deleted for this one
+                raise CheckpointError(f"{path.name} does not read back as it was written")
+            return written
+
+        return work
+
+    def _commit(self, flight: _Flight, digests: list[FileDigest | None]) -> Path:
+        temporary, tensors = flight.temporary, flight.plan.tensors
+        assert tensors is not None  # this is rank 0
+        files = {file: digest for file, digest in zip(flight.plan.files, digests, strict=True) if digest is not None}
+        files[directory.RUN_FILE] = write_bytes(temporary / directory.RUN_FILE, flight.run)
+        manifest = Manifest(flight.iteration, files, tensors, self._form)
+        write_bytes(temporary / directory.MANIFEST, manifest.to_bytes())
+        for folder in {temporary / Path(name).parent for name in files}:
+            directory.sync_directory(folder)
+        path = directory.commit(self.root, temporary, flight.iteration)
+        if self._removal is not None:
+            self._removal.result()
+        remove, background = self._retention.apply, self._host_copy is not None
+        self._removal = Writing(lambda check: remove(self.root, flight.iteration), background=background)
+        return path
+
+    def _discard(self, temporary: Path) -> None:
+        if self.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # a full disk should not stay full
-        raise
 
 
-def _write(ranks: Ranks, pieces: list[Piece], writer: ShardWriter) -> None:
-    through_dcp(
-        "save",
-        lambda: dcp.save(
-            as_state_dict(pieces),
-            storage_writer=writer,
-            planner=PieceSavePlanner(),
-            process_group=ranks.group,
-            no_dist=not ranks.connected,
-        ),
-    )
-    ranks.together("save", writer.settle)
+def _part(place: tuple[str, tuple[int, ...]], entry: str, tensor: Tensor) -> Part:
+    return Part(entry, tensor.dtype, tuple(tensor.shape), place[1], lambda: tensor)
+
+
+def _explained(error: OSError, path: Path, parts: list[Part]) -> OSError:
+    """A full disk, with the numbers; other errors as they are."""
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return error
+    needed, free = sum(part.size for part in parts), shutil.disk_usage(path.parent).free
+    text = f"{error.strerror}: {path.name} needs {needed} bytes, {free} are free under {path.parent.parent}"
+    return OSError(error.errno, text)
 
 
 def _run_file(iteration: int, state: RunState, mesh: ProcessMesh) -> bytes:

@@ -1,7 +1,7 @@
 """One rank's tensors in one safetensors file, written as a stream and summed on the way.
 
-The library's own writer wants all tensors as bytes in memory at once; this one holds a single tensor, copies views
-of flat buffers without the buffer around them, and knows the file's crc32 when the last byte is out. The header
+The library's own writer wants all tensors as bytes in memory at once; this one holds a block of one tensor, copies
+views of flat buffers without the buffer around them, and knows the file's crc32 when the last byte is out. The header
 carries each part's place in its global tensor in the form of torch's HuggingFaceStorageWriter, so torch's reader,
 and anything else that reads safetensors, reads these files as well.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -34,8 +34,8 @@ DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-_BLOCK = 8 << 20  # bytes per write and checksum call
-_LONGEST_HEADER = 100 << 20  # the format's own limit
+BLOCK = 8 << 20
+"""Bytes that are copied, written, read and summed at a time: what a save or a load holds on the host."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class FileDigest:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor to be written. `resolve` returns it on the host when its turn comes; `offsets` is its place."""
+    """A tensor to be written as `entry`. `resolve` returns it when its turn comes; `offsets` is its place."""
 
-    key: str
+    entry: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
@@ -62,34 +62,46 @@ class Part:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-class _SummedFile:
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.size = 0
-        self.crc = 0
+class SummedFile:
+    """A file that is written from front to back. `check` is called before each block and may raise, to stop."""
 
-    def write(self, data: memoryview | bytes) -> None:
-        view = memoryview(data)
-        for start in range(0, len(view), _BLOCK):
-            block = view[start : start + _BLOCK]
+    def __init__(self, file: BinaryIO, check: Callable[[], None] = lambda: None) -> None:
+        self._file, self._check = file, check
+        self._size = self._crc = 0
+
+    def write(self, data: memoryview | bytes) -> int:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), BLOCK):
+            self._check()
+            block = view[start : start + BLOCK]
             self._file.write(block)
-            self.crc = zlib.crc32(block, self.crc)
-            self.size += len(block)
+            self._crc = zlib.crc32(block, self._crc)
+        self._size += len(view)
+        return len(view)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def finish(self) -> FileDigest:
+        """Make the content durable. Raises OSError, e.g. when the disk is full."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return FileDigest(self._size, f"{self._crc:08x}")
 
 
-def write_tensors(path: Path, parts: Sequence[Part]) -> FileDigest:
-    """Write `parts` (keys all different) to a new file and make it durable. Raises OSError, e.g. when disk is full."""
-    ordered = sorted(
-        parts, key=lambda part: (-part.dtype.itemsize, part.key)
-    )  # widest first keeps all aligned
+def write_tensors(path: Path, parts: Sequence[Part], check: Callable[[], None] = lambda: None) -> FileDigest:
+    """Write `parts` (entries all different) to a new file and make it durable. Raises OSError, e.g. when disk is full.
+
+    Holds one block on the host, whatever device the parts are on. `check`: see SummedFile.
+    """
+    ordered = sorted(parts, key=lambda part: (-part.dtype.itemsize, part.entry))  # widest first keeps all aligned
     with path.open("xb") as file:
-        summed = _SummedFile(file)
+        summed = SummedFile(file, check)
         summed.write(_header(ordered))
         for part in ordered:
-            summed.write(_bytes_of(part))
-        file.flush()
-        os.fsync(file.fileno())
-    return FileDigest(summed.size, f"{summed.crc:08x}")
+            for block in _blocks(part):
+                summed.write(block)
+        return summed.finish()
 
 
 def write_bytes(path: Path, content: bytes) -> FileDigest:
@@ -105,20 +117,10 @@ def digest_of(path: Path) -> FileDigest:
     """Size and crc32 of the file as it is on disk now."""
     size = crc = 0
     with path.open("rb") as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(BLOCK):
             crc = zlib.crc32(block, crc)
             size += len(block)
     return FileDigest(size, f"{crc:08x}")
-
-
-def stored_keys(path: Path) -> set[str]:
-    """Names in a safetensors file's header. Raises OSError or ValueError if it has no readable header."""
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _LONGEST_HEADER:
-            raise ValueError(f"{path.name} has no safetensors header")
-        header = json.loads(file.read(length))
-    return set(header) - {"__metadata__"}
 
 
 def _header(parts: Sequence[Part]) -> bytes:
@@ -126,13 +128,13 @@ def _header(parts: Sequence[Part]) -> bytes:
         "__metadata__": {
             "format": "pt",
             "DCP_VERSION": "1.0",
-            "DCP_SHARDING_INFO": _compact({part.key: {"saved_offsets": part.offsets} for part in parts}),
+            "DCP_SHARDING_INFO": _compact({part.entry: {"saved_offsets": part.offsets} for part in parts}),
         }
     }
     end = 0
     for part in parts:
         start, end = end, end + part.size
-        entries[part.key] = {
+        entries[part.entry] = {
             "dtype": DTYPE_NAMES[part.dtype],
             "shape": part.shape,
             "data_offsets": [start, end],
@@ -146,9 +148,10 @@ def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"))
 
 
-def _bytes_of(part: Part) -> memoryview:
+def _blocks(part: Part) -> Iterator[memoryview]:
     tensor = part.resolve()
     if tensor.dtype != part.dtype or tuple(tensor.shape) != part.shape:
-        raise ValueError(f"{part.key} changed from {part.dtype} {part.shape} while it was being saved")
-    flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+        raise ValueError(f"{part.entry} changed from {part.dtype} {part.shape} while it was being saved")
+    flat = tensor.detach().reshape(-1)  # a view of all but transposed tensors
+    for elements in flat.split(BLOCK // flat.itemsize):
+        yield elements.cpu().contiguous().view(torch.uint8).numpy().data

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import resource
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -24,6 +26,7 @@ from megackpt.persist import (
     prepare_directory,
     save,
 )
+from megackpt.persist.tensor_file import write_tensors
 from tests.persist.tiny import lone_mesh, mesh_of, same, state_of
 from tests.pool import DistributedFailure, run_distributed
 
@@ -62,7 +65,9 @@ def failing_save(rank: int, world_size: int, root: str, failing: int) -> str:
 def test_a_rank_that_cannot_write_fails_the_save_on_all_and_leaves_the_previous(tmp_path: Path, failing: int) -> None:
     before = seeded(tmp_path, 5)
     messages = run_distributed(failing_save, 2, str(tmp_path), failing, timeout=30)
-    assert messages == [f"could not save: rank {failing}: OSError: [Errno 28] No space left on device"] * 2
+    said = rf"could not save: rank {failing}: OSError: \[Errno 28\] No space left on device: rank_0000{failing}\.safetensors"
+    said += rf" needs \d+ bytes, \d+ are free under {tmp_path}"
+    assert messages[0] == messages[1] and re.fullmatch(said, messages[0])
     assert files(tmp_path) == before
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["iter_0000005"]  # no temporary stays
 
@@ -93,11 +98,15 @@ def die(*_: object, **__: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def dies_after(work: Callable[..., object]) -> Callable[..., object]:
+    return lambda *arguments: die(work(*arguments))
+
+
 def killed_while_writing(rank: int, world_size: int, root: str) -> None:
     """Rank 1 is killed when its tensors are on disk and rank 0 has not heard of it."""
     mesh = mesh_of(world_size, 2)
     if rank == 1:
-        mock.patch("megackpt.persist.storage.WriteResult", die).start()
+        mock.patch("megackpt.persist.save.write_tensors", dies_after(write_tensors)).start()
     save(root, 9, state_of(mesh, 9), mesh)
 
 

@@ -36,7 +36,7 @@ def test_a_key_that_the_checkpoint_lacks_is_named(root: Path) -> None:
         UsageError, match=r"iter_0000010 lacks model\.layers\.2\.mlp\.up\.weight, which this run has"
     ):
         load_into(root, state)
-    assert "lacks model.layers.2" in load_into(root, state, strict=False).messages[0]
+    assert "lacks model.layers.2" in load_into(root, state, strictness="log_all").messages[0]
     state.tensors.pop()
     assert same(state, lone_mesh(), 1)  # without strict, the rest was loaded
 
@@ -48,7 +48,7 @@ def test_a_key_that_the_run_lacks_is_named(root: Path) -> None:
         UsageError, match=f"iter_0000010 has {gone.key}, which this run has not\n.*--num-layers"
     ):
         load_into(root, state)
-    assert load_into(root, state, strict=False).messages == (
+    assert load_into(root, state, strictness="log_all").messages == (
         f"{root}/iter_0000010 has {gone.key}, which this run has not",
     )
 
@@ -77,7 +77,7 @@ def test_another_shape_is_named(root: Path) -> None:
     ):
         load_into(root, state)
     with pytest.raises(UsageError, match="there and"):
-        load_into(root, state, strict=False)
+        load_into(root, state, strictness="log_all")
 
 
 def test_another_vocabulary_is_named(root: Path) -> None:
