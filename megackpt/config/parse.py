@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from megackpt.config.errors import UsageError
 from megackpt.config.flags import BY_KEY
+from megackpt.config.from_checkpoint import with_checkpoint
 from megackpt.config.help import help_text
 from megackpt.config.resolve import sections
 from megackpt.config.run import RunConfig
@@ -48,6 +49,9 @@ def parse_all(argv: Sequence[str], env: Mapping[str, str], world_size: int) -> P
     sources = [*files, from_env, command]
     values = merge(source.values for source in sources)
     ignored = _problems(sources, ignore=bool(values.get("ignore-unsupported")))
+    if values.get("use-checkpoint-args"):
+        values, overruled = with_checkpoint(values)
+        ignored = [*ignored, *overruled]
     config = RunConfig(**sections(values, world_size))  # type: ignore[arg-type]
     notices = (*ignored, *_notices(sources), *_about(config))
     return Parsed(config, notices, bool(values.get("print-config")))

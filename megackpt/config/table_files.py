@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megackpt.config.flag import Flag, accept, later, works
+from megackpt.config.persist import FORMATS, STRICTNESS
 from megackpt.config.tokenizer import TIKTOKEN_PATTERNS, TOKENIZERS
 
 DATA = "Data, tokenizer"
@@ -146,12 +147,80 @@ ROWS: tuple[Flag, ...] = (
     accept("--ckpt-fully-parallel-load", FILES, "switch", "Changes no result."),
     accept("--ckpt-assume-constant-structure", FILES, "switch", "Changes no result."),
     accept("--use-persistent-ckpt-worker", FILES, "switch", "Changes no result."),
-    later("--ckpt-format", FILES, "text", "checkpoints are torch.distributed.checkpoint folders.", "torch_dist"),
-    later("--auto-detect-ckpt-format", FILES, "switch", "checkpoints are torch.distributed.checkpoint folders."),
-    later("--use-checkpoint-args", FILES, "switch", "use --config with the config.yaml of the run."),
-    later("--exit-on-missing-checkpoint", FILES, "switch"),
-    later("--pretrained-checkpoint", FILES, "text", "use --load with --finetune."),
-    later("--async-save", FILES, "switch", "saves are synchronous."),
-    later("--dist-ckpt-strictness", FILES, "text", "a missing or unexpected tensor is always an error."),
-    later("--save-retain-interval", FILES, "int"),
+    accept("--auto-detect-ckpt-format", FILES, "switch", "A load always finds out the format by itself."),
+    works(
+        "--async-save",
+        FILES,
+        "switch",
+        "checkpoint.async_save",
+        "Go on training while a checkpoint is written, from a copy in host memory.",
+    ),
+    works(
+        "--save-retain-interval",
+        FILES,
+        "int",
+        "checkpoint.retain_interval",
+        "Delete checkpoints before the newest whose iteration is no multiple of this.",
+        minimum=1,
+        default="all are kept",
+    ),
+    works(
+        "--save-retain-last",
+        FILES,
+        "int",
+        "checkpoint.retain_last",
+        "Keep so many of the newest checkpoints, and those of --save-retain-interval.",
+        minimum=1,
+        default="all; 1 with --save-retain-interval",
+    ),
+    works(
+        "--ckpt-format",
+        FILES,
+        "text",
+        "checkpoint.format",
+        "What --save writes: safetensors per rank, or Megatron's folders with a torch file per tensor- and"
+        " pipeline-parallel rank. Both load at any layout.",
+        choices=FORMATS,
+    ),
+    works(
+        "--ckpt-step",
+        FILES,
+        "int",
+        "checkpoint.step",
+        "Load this iteration and no other.",
+        minimum=0,
+        default="the newest that is whole",
+    ),
+    works(
+        "--pretrained-checkpoint",
+        FILES,
+        "text",
+        "checkpoint.pretrained",
+        "Begin with the weights in this folder, as with --finetune, while --load has no checkpoint yet.",
+        metavar="FOLDER",
+        default="none",
+    ),
+    works(
+        "--exit-on-missing-checkpoint",
+        FILES,
+        "switch",
+        "checkpoint.exit_on_missing",
+        "Stop with code 2 instead of starting afresh where --load has no checkpoint.",
+    ),
+    works(
+        "--dist-ckpt-strictness",
+        FILES,
+        "text",
+        "checkpoint.strictness",
+        "Tensors that only the run or only the checkpoint has: an error; an error only if the run has them"
+        " (raise_unexpected, assume_ok_unexpected); named (log_...); counted (ignore_all).",
+        choices=STRICTNESS,
+    ),
+    works(
+        "--use-checkpoint-args",
+        FILES,
+        "switch",
+        None,
+        "Take model and tokenizer from the checkpoint in --load, also against what other flags say.",
+    ),
 )

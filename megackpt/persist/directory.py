@@ -16,48 +16,18 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
+from megackpt.config.checkpoint_folder import (
+    MANIFEST,
+    REPLACED,
+    TRACKER,
+    directory_name,
+    saved_directories,
+    tracked_iteration,
+)
 from megackpt.config.errors import UsageError
-from megackpt.persist.agree import CheckpointError, Ranks
+from megackpt.persist.agree import Ranks
 
-TRACKER = "latest_checkpointed_iteration.txt"
-MANIFEST = "manifest.json"
-RUN_FILE = "run.json"
-_NUMBER = re.compile(r"\d{1,15}", re.ASCII)
-_WHOLE = re.compile(r"iter_(?P<iteration>\d{7,15})", re.ASCII)
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-\w+")
-_REPLACED = re.compile(r"\.(?P<name>iter_(?P<iteration>\d{7,15}))\.old-\w+", re.ASCII)
-
-
-def directory_name(iteration: int) -> str:
-    """`iter_0000010` for 10."""
-    return f"iter_{iteration:07d}"
-
-
-def saved_directories(root: Path) -> dict[int, Path]:
-    """Where each iteration lies under `root`, ascending. Says nothing about whether it is whole.
-
-    While a save replaces a checkpoint there is an instant without `iter_0000010`: then the one set aside stands for it.
-    """
-    found: dict[int, Path] = {}
-    for entry in sorted(root.iterdir(), reverse=True) if root.is_dir() else ():  # "iter…" comes before ".iter…"
-        match = _WHOLE.fullmatch(entry.name) or _REPLACED.fullmatch(entry.name)
-        if match and entry.is_dir():
-            found.setdefault(int(match["iteration"]), entry)
-    return dict(sorted(found.items()))
-
-
-def tracked_iteration(root: Path) -> int | None:
-    """What the tracker file says; None if there is none. Raises CheckpointError if it is not a number."""
-    try:
-        with (root / TRACKER).open("rb") as file:
-            text = file.read(40).decode("ascii", "replace").strip()
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise CheckpointError(f"{TRACKER} cannot be read ({error.strerror})") from error
-    if not _NUMBER.fullmatch(text):
-        raise CheckpointError(f"{TRACKER} holds {text!r}, not an iteration number")
-    return int(text)
 
 
 def latest_iteration(root: str | Path) -> int | None:
@@ -69,7 +39,7 @@ def latest_iteration(root: str | Path) -> int | None:
     saved = saved_directories(root)
     try:
         tracked = tracked_iteration(root)
-    except CheckpointError:
+    except (ValueError, OSError):
         tracked = None
     if tracked in saved:
         return tracked
@@ -90,7 +60,7 @@ def _recover(root: Path) -> list[str]:
     done = []
     _prove_writable(root)
     for entry in sorted(root.iterdir()):
-        replaced = _REPLACED.fullmatch(entry.name)
+        replaced = REPLACED.fullmatch(entry.name)
         if replaced and not (root / replaced["name"]).exists():
             os.rename(entry, root / replaced["name"])
             done.append(f"put {replaced['name']} back: a save that was to replace it was interrupted")

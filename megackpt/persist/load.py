@@ -19,9 +19,9 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from megackpt.config.checkpoint_folder import MANIFEST, RUN_FILE, in_order_of_trust, saved_directories
 from megackpt.config.errors import UsageError
 from megackpt.mesh.process_mesh import ProcessMesh
-from megackpt.persist import directory
 from megackpt.persist.agree import CheckpointError, Ranks
 from megackpt.persist.fit import Fit, check_fit
 from megackpt.persist.manifest import Manifest, read_whole
@@ -105,13 +105,13 @@ def _read(ranks: Ranks, fit: Fit, found: _Found) -> None:
 def _fill(found: _Found, readings: Sequence[Reading]) -> None:
     by_file: dict[str, list[Reading]] = defaultdict(list)
     for reading in readings:
-        by_file[reading.part.file].append(reading)
+        by_file[reading.file].append(reading)
     kind = DocumentReader if found.manifest.format == "torch" else TensorReader
     for name, wanted in by_file.items():
         try:
             with closing(kind(found.directory / name)) as file:
                 for reading in wanted:
-                    file.read(reading.part.entry, reading.offsets, reading.target)
+                    file.read(reading.entry, reading.offsets, reading.target)
         except ValueError as error:
             raise CheckpointError(f"{found.directory / name}: {error}") from error
 
@@ -133,23 +133,19 @@ def _find(ranks: Ranks, root: Path, iteration: int | None) -> tuple[_Found | Non
 
 
 def _candidates(root: Path, iteration: int | None) -> tuple[list[Path], list[str]]:
-    """Checkpoints in the order in which they are tried: the tracker's, older ones from the newest, then newer ones."""
-    saved = directory.saved_directories(root)
-    if iteration is not None:
-        if iteration not in saved:
-            raise UsageError(f"{root} has no checkpoint of iteration {iteration}; it has {[*saved] or 'none'}")
-        return [saved[iteration]], []
-    newest_first = [*saved][::-1]
-    try:
-        tracked = directory.tracked_iteration(root)
-    except CheckpointError as error:
-        return [saved[i] for i in newest_first], [f"{root}: {error}; trying the newest checkpoint"]
-    if tracked is None:
-        note = f"{root} has no {directory.TRACKER}; trying the newest checkpoint"
-        return [saved[i] for i in newest_first], [note] if saved else []
-    older = [saved[i] for i in newest_first if i < tracked]
-    newer = [saved[i] for i in newest_first if i > tracked]
-    return [saved.get(tracked, root / directory.directory_name(tracked)), *older, *newer], []
+    """Checkpoints in the order in which they are tried, and what to say of the tracker."""
+    if (root / MANIFEST).is_file():
+        raise UsageError(
+            f"{root} is one checkpoint; --load takes the folder around it, {root.parent}, which may hold several"
+            " (--ckpt-step chooses)"
+        )
+    if iteration is None:
+        candidates, fault = in_order_of_trust(root)
+        return candidates, [f"{root}: {fault}; trying the newest checkpoint"] if fault else []
+    saved = saved_directories(root)
+    if iteration not in saved:
+        raise UsageError(f"{root} has no checkpoint of iteration {iteration}; it has {[*saved] or 'none'}")
+    return [saved[iteration]], []
 
 
 def _check(ranks: Ranks, path: Path) -> tuple[str, Manifest | None]:
@@ -172,11 +168,11 @@ def _manifest(path: Path) -> tuple[str, Manifest | None]:
 
 def _run(path: Path) -> dict[str, Any]:
     try:
-        run: dict[str, Any] = json.loads(read_whole(path / directory.RUN_FILE, _LARGEST_RUN_FILE))
+        run: dict[str, Any] = json.loads(read_whole(path / RUN_FILE, _LARGEST_RUN_FILE))
         if not isinstance(run["extra"], dict) or not isinstance(run["layout"], dict):
             raise TypeError("its parts are not what they should be")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path / directory.RUN_FILE} cannot be understood ({error})") from error
+        raise CheckpointError(f"{path / RUN_FILE} cannot be understood ({error})") from error
     return run
 
 

@@ -19,14 +19,14 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megackpt.config.checkpoint_folder import MANIFEST, RUN_FILE
+from megackpt.config.persist import FORMATS
 from megackpt.persist.agree import CheckpointError
-from megackpt.persist.directory import MANIFEST, RUN_FILE
 from megackpt.persist.state import group_of
 from megackpt.persist.tensor_file import BLOCK, DTYPES, FileDigest
 from megackpt.persist.tensor_reader import are_sizes, elements, open_regular, read_header
 
 FORMAT_VERSION = 2
-FORMATS = ("torch_dist", "torch")
 _LARGEST = 256 << 20  # bytes; a million and a half parts
 _FILE_NAME = re.compile(r"(?:\w[\w.-]{0,99}/)?\w[\w.-]{0,99}", re.ASCII)
 _CRC = re.compile(r"[0-9a-f]{8}")
@@ -34,12 +34,12 @@ _CRC = re.compile(r"[0-9a-f]{8}")
 
 @dataclass(frozen=True)
 class StoredPart:
-    """Where one part of a global tensor lies: in `file` under the name `entry`."""
+    """Where one part of a global tensor lies: in `file` under the name `entry`, "" for the tensor's key."""
 
     file: str
-    entry: str
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
+    entry: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Manifest:
             "format": self.format,
             "iteration": self.iteration,
             "files": {name: asdict(digest) for name, digest in sorted(self.files.items())},
-            "tensors": {key: _tensor_to_json(key, tensor) for key, tensor in sorted(self.tensors.items())},
+            "tensors": {key: _tensor_to_json(tensor) for key, tensor in sorted(self.tensors.items())},
         }
         return f'{{"crc32":"{_crc(body)}","manifest":{_dump(body)}}}\n'.encode()
 
@@ -126,7 +126,7 @@ class Manifest:
     def _lost(self, path: Path, name: str) -> list[str]:
         """Keys of which the (safetensors) file should hold parts and does not."""
         parts = [(part, key) for key, tensor in self.tensors.items() for part in tensor.parts]
-        expected = {part.entry: key for part, key in parts if part.file == name}
+        expected = {part.entry or key: key for part, key in parts if part.file == name}
         if not expected or self.format != "torch_dist":
             return []
         try:
@@ -199,14 +199,14 @@ def _tensor_from_json(key: str, entry: dict[str, Any], files: dict[str, FileDige
 def _part_from_json(
     key: str, fields: list[Any], whole: list[int], width: int, files: dict[str, FileDigest]
 ) -> StoredPart:
-    file, entry, offsets, shape = fields
+    file, offsets, shape, entry = fields
     if not are_sizes(offsets) or not are_sizes(shape) or not len(offsets) == len(shape) == len(whole):
         raise ValueError(f"a part of {key} has offsets {str(offsets)[:60]} and shape {str(shape)[:60]}")
     if any(start + length > size for start, length, size in zip(offsets, shape, whole, strict=True)):
         raise ValueError(f"a part of {key} is not inside of it")
     if not isinstance(entry, str) or file not in files or elements(shape) * width > files[file].size:
         raise ValueError(f"a part of {key} cannot be in {str(file)[:60]}")
-    return StoredPart(file, entry or key, tuple(offsets), tuple(shape))
+    return StoredPart(file, tuple(offsets), tuple(shape), entry)
 
 
 def _some(keys: list[str], limit: int = 5) -> str:
@@ -214,9 +214,9 @@ def _some(keys: list[str], limit: int = 5) -> str:
     return ", ".join(keys[:limit]) + more
 
 
-def _tensor_to_json(key: str, tensor: StoredTensor) -> dict[str, Any]:
+def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
     padding = {} if tensor.valid_rows is None else {"valid_rows": tensor.valid_rows}
-    parts = [[p.file, "" if p.entry == key else p.entry, p.offsets, p.shape] for p in tensor.parts]
+    parts = [[part.file, part.offsets, part.shape, part.entry] for part in tensor.parts]
     return {"dtype": tensor.dtype, "shape": tensor.shape, **padding, "parts": parts}
 
 

@@ -88,11 +88,11 @@ def _plans(requests: Sequence[tuple[str, tuple[Kind, ...]]], shared: bool) -> li
         entries = []
         for kind in kinds if file else ():
             key, offsets = kind.place
-            entry = f"{key}#{times[key]}" if times[key] else key
+            entry = f"{key}#{times[key]}" if times[key] else ""
             times[key] += 1
-            entries.append((kind.place, entry))
+            entries.append((kind.place, entry or key))
             first.setdefault(key, kind)
-            parts[key].setdefault(offsets, StoredPart(file, entry, offsets, kind.shape))
+            parts[key].setdefault(offsets, StoredPart(file, offsets, kind.shape, entry))
         plans.append(WritePlan(file if entries else "", tuple(entries)))
     tensors = {
         key: StoredTensor(DTYPE_NAMES[kind.dtype], kind.global_shape, kind.valid_rows, tuple(parts[key].values()))
@@ -144,7 +144,8 @@ def _write_item(kind: Kind) -> WriteItem:
 class Reading:
     """A box of a stored part and the view of this rank's tensor that it fills."""
 
-    part: StoredPart
+    file: str
+    entry: str
     offsets: tuple[int, ...]
     """in the part"""
     target: Tensor
@@ -173,5 +174,5 @@ def _readings(key: str, stored: StoredTensor, wanted: list[Piece]) -> list[Readi
         for dim, (start, length) in enumerate(zip(item.dest_offsets, item.lengths, strict=True)):
             target = target.narrow(dim, start, length)
         part = parts[tuple(item.storage_index.offset or ())]
-        readings.append(Reading(part, tuple(item.storage_offsets), target))
+        readings.append(Reading(part.file, part.entry or key, tuple(item.storage_offsets), target))
     return readings

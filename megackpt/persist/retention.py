@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megackpt.persist import directory
+from megackpt.config.checkpoint_folder import MANIFEST, saved_directories
+from megackpt.persist.directory import remove
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Retention:
 
     def apply(self, root: Path, newest: int) -> None:
         """Delete what is surplus under `root`. What is there and is no checkpoint of ours is left alone."""
-        saved = directory.saved_directories(root)
+        saved = saved_directories(root)
         for iteration in self.surplus(saved, newest):
-            if (saved[iteration] / directory.MANIFEST).is_file():
-                directory.remove(saved[iteration])
+            if (saved[iteration] / MANIFEST).is_file():
+                remove(saved[iteration])
 
 
 KEEP_ALL = Retention()

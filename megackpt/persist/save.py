@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megackpt.config.checkpoint_folder import MANIFEST, RUN_FILE
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.persist import directory
 from megackpt.persist.agree import CheckpointError, Ranks
@@ -181,9 +182,9 @@ class Saver:
         temporary, tensors = flight.temporary, flight.plan.tensors
         assert tensors is not None  # this is rank 0
         files = {file: digest for file, digest in zip(flight.plan.files, digests, strict=True) if digest is not None}
-        files[directory.RUN_FILE] = write_bytes(temporary / directory.RUN_FILE, flight.run)
+        files[RUN_FILE] = write_bytes(temporary / RUN_FILE, flight.run)
         manifest = Manifest(flight.iteration, files, tensors, self._form)
-        write_bytes(temporary / directory.MANIFEST, manifest.to_bytes())
+        write_bytes(temporary / MANIFEST, manifest.to_bytes())
         for folder in {temporary / Path(name).parent for name in files}:
             directory.sync_directory(folder)
         path = directory.commit(self.root, temporary, flight.iteration)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 from torch.distributed import ProcessGroup
 
+from megackpt.config.errors import UsageError
+from megackpt.config.persist import CheckpointConfig
 from megackpt.data.position import DataPosition, resume_message
 from megackpt.mesh.device import DeviceSeam
 from megackpt.optim.lr_schedule import LearningRate
-from megackpt.persist import NamedShard, RunState, load, save
+from megackpt.persist import HostCopy, NamedShard, Retention, RunState, Saver, load
 from megackpt.persist.load import LoadReport
 from megackpt.train.build import Trainer
 
@@ -24,10 +27,54 @@ class Position:
     consumed_samples: int = 0
 
 
-def save_run(trainer: Trainer, where: Position, group: ProcessGroup | None = None) -> Path:
-    """Write the run as the checkpoint of its iteration; called by all ranks."""
+class Saves:
+    """The saves of a run, and what is said of them; of a run without ``--save``, nothing.
+
+    As a context it leaves no save half done: at its end the last one is waited for.  A run that breaks off does not
+    wait, since other ranks may be gone; only what all ranks refuse together (UsageError) counts as an end.
+    """
+
+    def __init__(self, trainer: Trainer, say: Callable[[str], None], group: ProcessGroup | None = None) -> None:
+        """``group``: see ``persist.coordination_group``."""
+        config = trainer.config.checkpoint
+        self._trainer, self._say = trainer, say
+        self._saver = config.save and Saver(
+            config.save,
+            trainer.mesh,
+            group,
+            host_copy=HostCopy(trainer.seam) if config.async_save else None,
+            form=config.format,
+            retention=Retention(config.retain_last, config.retain_interval),
+        )
+
+    def save(self, where: Position) -> None:
+        """Write the run as the checkpoint of its iteration, or begin to.  Raises CheckpointError on all ranks."""
+        if self._saver:
+            self._tell(self._saver.finish())
+            self._tell(self._saver.save(where.iteration, state_to_save(self._trainer, where)))
+
+    def look(self) -> None:
+        """Commit what has been written since.  Raises CheckpointError on all ranks if that failed on one."""
+        if self._saver:
+            self._tell(self._saver.poll())
+
+    def __enter__(self) -> Saves:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if self._saver and (kind is None or issubclass(kind, UsageError)):
+            self._tell(self._saver.finish())
+        elif self._saver:
+            self._saver.abandon()
+
+    def _tell(self, path: Path | None) -> None:
+        if path is not None:
+            self._say(f"megackpt: saved {path}")
+
+
+def state_to_save(trainer: Trainer, where: Position) -> RunState:
+    """The run as it stands, as its checkpoint will hold it."""
     config = trainer.config.checkpoint
-    assert config.save is not None
     state = run_state(trainer, optimizer=config.save_optim, rng=config.save_rng)
     state.extra = {
         "iteration": where.iteration,
@@ -43,7 +90,7 @@ def save_run(trainer: Trainer, where: Position, group: ProcessGroup | None = Non
         "plan": trainer.plan.to_json(),
         "config": trainer.config.to_yaml(),
     }
-    return save(config.save, where.iteration, state, trainer.mesh, group)
+    return state
 
 
 @dataclass(frozen=True)
@@ -56,22 +103,37 @@ class Start:
 
 
 def load_run(trainer: Trainer, group: ProcessGroup | None = None) -> Start:
-    """Continue from ``--load`` if it has a checkpoint.  ``group``: see ``persist.coordination_group``."""
+    """Continue from ``--load`` if it has a checkpoint, else begin with the weights of ``--pretrained-checkpoint``.
+
+    ``group``: see ``persist.coordination_group``.  Raises UsageError if a checkpoint must be there and is not.
+    """
     config = trainer.config.checkpoint
-    if config.load is None:
-        return Start(Position(), trainer.learning_rate)
-    want = {"model"}
-    if not config.finetune:
-        want |= {"optimizer"} if config.load_optim else set()
-        want |= {"rng"} if config.load_rng else set()
-    state = run_state(trainer, optimizer=True, rng=True)
-    report = load(config.load, state, trainer.mesh, want=want, group=group)
-    if report is None:
-        return Start(Position(), trainer.learning_rate, (f"{config.load} has no checkpoint: starting afresh",))
-    return _apply(trainer, state, report, want)
+    tried = []
+    for folder, finetune in ((config.load, config.finetune), (config.pretrained, True)):
+        if folder is None:
+            continue
+        state, want = run_state(trainer, optimizer=True, rng=True), _wanted(config, finetune)
+        step = config.step if folder == config.load else None
+        report = load(
+            folder, state, trainer.mesh, want=want, strictness=config.strictness, iteration=step, group=group
+        )
+        if report is not None:
+            return _apply(trainer, state, report, want, finetune)
+        tried.append(folder)
+    if tried and config.exit_on_missing:
+        raise UsageError(f"{' and '.join(tried)} has no checkpoint, and --exit-on-missing-checkpoint was given")
+    messages = (f"{' and '.join(tried)} has no checkpoint: starting afresh",) if tried else ()
+    return Start(Position(), trainer.learning_rate, messages)
 
 
-def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str]) -> Start:
+def _wanted(config: CheckpointConfig, finetune: bool) -> set[str]:
+    """The parts of a checkpoint that are read."""
+    if finetune:
+        return {"model"}
+    return {"model"} | ({"optimizer"} if config.load_optim else set()) | ({"rng"} if config.load_rng else set())
+
+
+def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str], finetune: bool) -> Start:
     extra = report.extra
     messages = [*report.messages, f"loaded {report.directory} (iteration {report.iteration})"]
     if "optimizer" in want:
@@ -80,7 +142,7 @@ def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str]
         trainer.optimizer.refresh_masters()  # else the first step would bring back the weights from before
     if report.rng_loaded:
         restore_random_state(trainer, state)
-    if trainer.config.checkpoint.finetune:
+    if finetune:
         messages.append("finetuning: starting at iteration 0 with the loaded weights")
         return Start(Position(), trainer.learning_rate, tuple(messages))
     trainer.scaler.load_state_dict(extra["loss_scale"])

@@ -24,7 +24,7 @@ from megackpt.persist import CheckpointError, coordination_group, prepare_direct
 from megackpt.pipeline.errors import PipelineError
 from megackpt.train.agree import together
 from megackpt.train.build import Trainer, build, build_data
-from megackpt.train.checkpoint import Position, load_run, save_run
+from megackpt.train.checkpoint import Position, Saves, load_run
 from megackpt.train.health import TrainingStopped
 from megackpt.train.report import Reporter, over_ranks
 from megackpt.train.step import StepOutcome, Stepper
@@ -60,18 +60,19 @@ def train(trainer: Trainer) -> Position:
     stepper = Stepper(trainer)
     loop = Loop(trainer, reporter, stepper, start.position)
     consumed = start.position.consumed_samples
-    with loader(trainer, trainer.datasets.train, consumed, config.batch.size_at) as batches:
+    batches = loader(trainer, trainer.datasets.train, consumed, config.batch.size_at)
+    with batches, Saves(trainer, reporter.say, group) as saves:
         while loop.where.iteration < loop.last:
             loop.step(batches)
+            saves.look()
             if loop.due(config.train.eval_interval) or loop.ends:
                 loop.evaluate(trainer.datasets.valid, "valid")
-            if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
-                path = save_run(trainer, loop.where, group)
-                reporter.say(f"megackpt: saved {path}")
+            if loop.due(config.checkpoint.save_interval) or loop.ends:
+                saves.save(loop.where)
             if loop.ends:
                 break
-    if loop.where.iteration == loop.last:
-        loop.evaluate(trainer.datasets.test, "test")
+        if loop.where.iteration == loop.last:
+            loop.evaluate(trainer.datasets.test, "test")
     reporter.finish()
     return loop.where
 

@@ -131,7 +131,7 @@ def test_a_tensor_taken_out_of_a_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "iteration", "message"),
     [
-        (None, 10, "has no latest_checkpointed_iteration.txt; trying the newest"),
+        (None, 10, "it has no latest_checkpointed_iteration.txt; trying the newest"),
         ("ten", 10, "holds 'ten', not an iteration number; trying the newest"),
         ("", 10, "holds '', not an iteration number"),
         ("15", 10, "iter_0000015 is not whole: there is no such directory: loading iter_0000010 instead"),

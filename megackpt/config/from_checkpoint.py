@@ -1,0 +1,107 @@
+"""`--use-checkpoint-args`: the model as the checkpoint has it, whatever the other flags say.
+
+Only the configuration is read here, without torch and before any process group; whether the checkpoint is whole is
+for the load to find out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from megackpt.config.checkpoint_folder import RUN_FILE, in_order_of_trust
+from megackpt.config.errors import UsageError
+from megackpt.config.flag import Layer, Value
+from megackpt.config.flags import BY_KEY
+from megackpt.config.sources import Source, expand, read_mapping
+
+_TOKENIZER = frozenset(
+    {
+        "tokenizer-type",
+        "tokenizer-model",
+        "vocab-file",
+        "merge-file",
+        "tokenizer-hf-include-special-tokens",
+        "tiktoken-pattern",
+        "tiktoken-num-special-tokens",
+        "tiktoken-special-tokens",
+    }
+)
+_FREE = frozenset(
+    {
+        "seq-length",
+        "compile",
+        "loss-chunk-size",
+        "make-vocab-size-divisible-by",
+        "hidden-dropout",
+        "attention-dropout",
+        "init-method-std",
+        "attention-softmax-in-fp32",
+        "attention-backend",
+    }
+)
+"""Flags of the model that leave its weights alone: taken where the user says nothing."""
+_LARGEST = 64 << 20  # bytes
+
+
+def with_checkpoint(values: Layer) -> tuple[dict[str, Value], list[str]]:
+    """``values`` with the model and the tokenizer of the newest checkpoint in --load (else --pretrained-checkpoint).
+
+    Returns notices of what was overruled too.  Raises UsageError if there is no such checkpoint.
+    """
+    folders = [str(values[key]) for key in ("load", "pretrained-checkpoint") if key in values]
+    if not folders:
+        raise UsageError("--use-checkpoint-args needs --load: the folder whose checkpoint says what the model is.")
+    for folder in folders:
+        found = _stored(Path(folder))
+        if found is not None:
+            directory, document = found
+            return _merged(values, _layer(directory, document), directory)
+    raise UsageError(f"--use-checkpoint-args: {' and '.join(folders)} has no checkpoint with a readable {RUN_FILE}.")
+
+
+def _stored(root: Path) -> tuple[Path, Mapping[str, object]] | None:
+    for directory in in_order_of_trust(root)[0]:
+        try:
+            with (directory / RUN_FILE).open("rb") as file:
+                run = json.loads(file.read(_LARGEST))
+            document = yaml.safe_load(run["extra"]["config"])
+            if isinstance(document["model"], Mapping) and isinstance(document["data"], Mapping):
+                return directory, document
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
+            continue  # an older one has the same model
+    return None
+
+
+def _layer(directory: Path, document: Mapping[str, object]) -> dict[str, Value]:
+    model, data = document["model"], document["data"]
+    assert isinstance(model, Mapping) and isinstance(data, Mapping)
+    source = Source(f"{directory / RUN_FILE}")
+    read_mapping({**model, **{key: value for key, value in data.items() if key in _TOKENIZER}}, source)
+    problems = [*source.unknown, *source.refused, *source.errors]
+    if problems:
+        raise UsageError("\n".join(problems))
+    return expand(source.values)
+
+
+def _merged(values: Layer, stored: Layer, directory: Path) -> tuple[dict[str, Value], list[str]]:
+    ruled = {key for key in values if key not in _FREE and (key in _TOKENIZER or _of_model(key))}
+    notices = []
+    for key in sorted(ruled):
+        if key in stored and values[key] != stored[key]:
+            said = f"--{key} {_words(stored[key])} instead of {_words(values[key])}"
+            notices.append(f"--use-checkpoint-args: {said}, from {directory}")
+    free = {key: value for key, value in stored.items() if key not in _FREE or key not in values}
+    return {key: value for key, value in values.items() if key not in ruled} | free, notices
+
+
+def _of_model(key: str) -> bool:
+    target = BY_KEY[key].target
+    return target.startswith("model.") if target else key == "group-query-attention"
+
+
+def _words(value: Value) -> str:
+    return " ".join(value) if isinstance(value, tuple) else str(value)
