@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megackpt.config.flag import Flag, accept, later, works
-from megackpt.config.persist import FORMATS, STRICTNESS
+from megackpt.config.persist import FORMATS
 from megackpt.config.tokenizer import TIKTOKEN_PATTERNS, TOKENIZERS
 
 DATA = "Data, tokenizer"
@@ -212,9 +212,9 @@ ROWS: tuple[Flag, ...] = (
         FILES,
         "text",
         "checkpoint.strictness",
-        "Tensors that only the run or only the checkpoint has: an error; an error only if the run has them"
-        " (raise_unexpected, assume_ok_unexpected); named (log_...); counted (ignore_all).",
-        choices=STRICTNESS,
+        "Tensors that only the run or only the checkpoint has: raise_all, an error; raise_unexpected or"
+        " assume_ok_unexpected, an error if the run has them; log_all or log_unexpected, named; ignore_all, counted.",
+        metavar="WORD",
     ),
     works(
         "--use-checkpoint-args",

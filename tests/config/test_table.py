@@ -36,6 +36,8 @@ _WORKS = """
 --recompute-granularity --recompute-method --recompute-num-layers --recompute-activations --recompute-modules
 --checkpoint-activations --checkpoint-num-layers --activations-checkpoint-method
 --save --load --save-interval --no-load-optim --no-load-rng --no-save-optim --no-save-rng
+--ckpt-format --use-checkpoint-args --exit-on-missing-checkpoint --pretrained-checkpoint --async-save
+--dist-ckpt-strictness --save-retain-interval --ckpt-step
 --data-path --split --tokenizer-type --tokenizer-model --vocab-file --merge-file --data-cache-path
 --mock-data --num-workers
 --log-interval --log-throughput --log-num-zeros-in-grad --log-params-norm --tensorboard-dir --wandb-project

@@ -8,7 +8,7 @@ buffer, as an optimizer's are.
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def same(state: RunState, mesh: ProcessMesh, seed: int, table: list[Row] | None 
 def lone_mesh() -> ProcessMesh:
     """The mesh of a process without any process group."""
     axis, shape = single_axis(), MeshShape()
-    return ProcessMesh(shape, 0, shape.coordinates(0), *[axis] * 11)
+    return ProcessMesh(shape, 0, shape.coordinates(0), *[axis] * (len(fields(ProcessMesh)) - 3))
 
 
 def mesh_of(world_size: int, tp: int = 1, pp: int = 1) -> ProcessMesh:
