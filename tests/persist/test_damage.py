@@ -203,7 +203,7 @@ def unreadable_on_one(rank: int, world_size: int, root: str) -> str:
     save(root, 5, state_of(mesh, 5), mesh)
     error = OSError("gone")
     error.cause_of_trouble = lambda: None  # type: ignore[attr-defined]
-    broken = mock.patch("megackpt.persist.load.TensorReader", side_effect=error)
+    broken = mock.patch("megackpt.persist.load.open_file", side_effect=error)
     with broken if rank == 1 else nullcontext(), pytest.raises(CheckpointError) as caught:
         load(root, state_of(mesh, None), mesh)
     return str(caught.value)

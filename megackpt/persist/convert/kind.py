@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megackpt.config.checkpoint_folder import MANIFEST, saved_directories
 from megackpt.config.errors import UsageError
-from megackpt.persist import directory
 from megackpt.persist.convert.megatron import rank_folders
 
 FORMATS = ("megackpt", "hf", "megatron")
@@ -18,8 +18,7 @@ def format_of(folder: str | Path) -> str:
         raise UsageError(f"{folder} is not a folder")
     if (folder / "config.json").is_file():
         return "hf"
-    saved = [folder / directory.directory_name(i) for i in directory.saved_iterations(folder)]
-    if any((checkpoint / directory.MANIFEST).is_file() for checkpoint in saved):
+    if any((checkpoint / MANIFEST).is_file() for checkpoint in saved_directories(folder).values()):
         return "megackpt"
     if rank_folders(folder):
         return "megatron"

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
+from megackpt.config.checkpoint_folder import MANIFEST, RUN_FILE, saved_directories
 from megackpt.config.errors import UsageError
 from megackpt.config.model import ModelConfig
 from megackpt.config.stored import dump_sections, read_section
@@ -20,8 +21,8 @@ from megackpt.persist import directory
 from megackpt.persist.agree import CheckpointError
 from megackpt.persist.convert.weights import VOCABULARY_TABLES, Weights, shapes
 from megackpt.persist.manifest import Manifest, StoredPart, StoredTensor
-from megackpt.persist.storage import RUN_FILE
 from megackpt.persist.tensor_file import DTYPE_NAMES, DTYPES, FileDigest, Part, write_bytes, write_tensors
+from megackpt.persist.torch_file import open_file
 
 
 def read_checkpoint(root: str | Path, iteration: int | None = None) -> Weights:
@@ -41,8 +42,8 @@ def read_checkpoint(root: str | Path, iteration: int | None = None) -> Weights:
     if "embedding.word.weight" not in stored:
         raise CheckpointError(f"{folder} has no model weights")
     tensors = {
-        name: partial(_whole, folder, f"model.{name}", tensor, vocab if name in VOCABULARY_TABLES else None)
-        for name, tensor in stored.items()
+        name: partial(_whole, folder, manifest, f"model.{name}", vocab if name in VOCABULARY_TABLES else None)
+        for name in stored
     }
     return Weights(model, vocab, tensors, DTYPES[stored["embedding.word.weight"].dtype], str(folder))
 
@@ -50,12 +51,11 @@ def read_checkpoint(root: str | Path, iteration: int | None = None) -> Weights:
 def open_checkpoint(root: str | Path, iteration: int | None = None) -> tuple[Path, Mapping[str, Any]]:
     """The directory of a checkpoint under `root` (the newest, or that of `iteration`) and what its run says."""
     root = Path(root)
-    found = directory.latest_iteration(root) if iteration is None else iteration
-    if found is None or found not in directory.saved_iterations(root):
-        saved = directory.saved_iterations(root)
+    found, saved = directory.latest_iteration(root) if iteration is None else iteration, saved_directories(root)
+    if found is None or found not in saved:
         wanted = "no checkpoint" if iteration is None else f"no checkpoint of iteration {iteration}"
         raise UsageError(f"{root} has {wanted}; it has {', '.join(map(str, saved)) or 'none'}")
-    folder = root / directory.directory_name(found)
+    folder = saved[found]
     try:
         run = json.loads((folder / RUN_FILE).read_bytes())
         run["extra"]["config"], run["extra"]["vocab_size"]
@@ -66,15 +66,16 @@ def open_checkpoint(root: str | Path, iteration: int | None = None) -> tuple[Pat
     return folder, run
 
 
-def _whole(folder: Path, key: str, stored: StoredTensor, rows: int | None) -> Tensor:
+def _whole(folder: Path, manifest: Manifest, key: str, rows: int | None) -> Tensor:
     """One whole tensor from its parts; of a vocabulary table the first `rows` rows."""
+    stored = manifest.tensors[key]
     whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     for part in stored.parts:
-        with safe_open(str(folder / part.file), framework="pt") as file:
+        with closing(open_file(manifest.format, folder / part.file)) as file:
             target = whole
             for dim, (start, length) in enumerate(zip(part.offsets, part.shape, strict=True)):
                 target = target.narrow(dim, start, length)
-            target.copy_(file.get_tensor(key))
+            file.read(part.entry or key, (0,) * len(part.shape), target)
     return whole if rows is None else whole[:rows]
 
 
@@ -87,13 +88,13 @@ def write_checkpoint(
     checkpoints already.
     """
     root, dtype = Path(root), dtype or weights.dtype
-    if saved := directory.saved_iterations(root):
-        raise UsageError(f"{root} has checkpoints already (iteration {saved[-1]}): give a new folder")
+    if saved := saved_directories(root):
+        raise UsageError(f"{root} has checkpoints already (iteration {max(saved)}): give a new folder")
     temporary = directory.begin(root, 0)
     try:
         tensors, files = _write_tensors(temporary, weights, dtype, file_bytes)
         files[RUN_FILE] = write_bytes(temporary / RUN_FILE, _run_file(weights))
-        write_bytes(temporary / directory.MANIFEST, Manifest(0, files, tensors).to_bytes())
+        write_bytes(temporary / MANIFEST, Manifest(0, files, tensors).to_bytes())
         directory.sync_directory(temporary)
         return directory.commit(root, temporary, 0)
     except BaseException:
@@ -115,7 +116,7 @@ def _write_tensors(
             groups.append([])
         groups[-1].append(part)
         where = StoredPart(_file_name(len(groups) - 1), part.offsets, full)
-        tensors[part.key] = StoredTensor(DTYPE_NAMES[dtype], full, weights.vocab if table else None, (where,))
+        tensors[part.entry] = StoredTensor(DTYPE_NAMES[dtype], full, weights.vocab if table else None, (where,))
     names = [_file_name(i) for i in range(len(groups))]
     return tensors, {name: write_tensors(folder / name, group) for name, group in zip(names, groups, strict=True)}
 
