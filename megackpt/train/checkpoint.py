@@ -14,9 +14,10 @@ from megackpt.config.persist import CheckpointConfig
 from megackpt.data.position import DataPosition, resume_message
 from megackpt.mesh.device import DeviceSeam
 from megackpt.optim.lr_schedule import LearningRate
-from megackpt.persist import HostCopy, NamedShard, Retention, RunState, Saver, load
+from megackpt.persist import CheckpointError, HostCopy, NamedShard, Retention, RunState, Saver, load
 from megackpt.persist.load import LoadReport
 from megackpt.train.build import Trainer
+from megackpt.train.health import TrainingStopped
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Saves:
     """The saves of a run, and what is said of them; of a run without ``--save``, nothing.
 
     As a context it leaves no save half done: at its end the last one is waited for.  A run that breaks off does not
-    wait, since other ranks may be gone; only what all ranks refuse together (UsageError) counts as an end.
+    wait, since other ranks may be gone; what all ranks raise together (UsageError, TrainingStopped) is an end as well.
     """
 
     def __init__(self, trainer: Trainer, say: Callable[[str], None], group: ProcessGroup | None = None) -> None:
@@ -62,7 +63,7 @@ class Saves:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._saver and (kind is None or issubclass(kind, UsageError)):
+        if self._saver and (kind is None or issubclass(kind, UsageError | TrainingStopped)):
             self._tell(self._saver.finish())
         elif self._saver:
             self._saver.abandon()
@@ -118,7 +119,7 @@ def load_run(trainer: Trainer, group: ProcessGroup | None = None) -> Start:
             folder, state, trainer.mesh, want=want, strictness=config.strictness, iteration=step, group=group
         )
         if report is not None:
-            return _apply(trainer, state, report, want, finetune)
+            return _applied(trainer, state, report, want, finetune)
         tried.append(folder)
     if tried and config.exit_on_missing:
         raise UsageError(f"{' and '.join(tried)} has no checkpoint, and --exit-on-missing-checkpoint was given")
@@ -131,6 +132,17 @@ def _wanted(config: CheckpointConfig, finetune: bool) -> set[str]:
     if finetune:
         return {"model"}
     return {"model"} | ({"optimizer"} if config.load_optim else set()) | ({"rng"} if config.load_rng else set())
+
+
+def _applied(trainer: Trainer, state: RunState, report: LoadReport, want: set[str], finetune: bool) -> Start:
+    try:
+        return _apply(trainer, state, report, want, finetune)
+    except UsageError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{report.directory} does not say where its run stood ({error!r}); --finetune takes its weights alone"
+        ) from error
 
 
 def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str], finetune: bool) -> Start:
