@@ -15,14 +15,18 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also run the tests marked full (minutes, many processes)")
+    parser.addoption("--interop", action="store_true", help="tests/interop, as tests/interop/run.sh gives it")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     full = config.getoption("--full")
     gpu = torch.cuda.is_available()
+    interop = config.getoption("--interop")
     for item in items:
         if item.get_closest_marker("full") and not full:
             item.add_marker(pytest.mark.skip(reason="part of the full suite: run with --full"))
+        if "tests/interop/" in item.nodeid and not interop:
+            item.add_marker(pytest.mark.skip(reason="other people's packages: bash tests/interop/run.sh"))
         if item.get_closest_marker("gpu") and not gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
