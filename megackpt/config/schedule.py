@@ -25,6 +25,8 @@ class TrainConfig:
     """Steps in a row without finite gradients that end the run; those that lower the loss scale do not count."""
     check_for_nan: bool = True
     """False: no number of such steps ends it."""
+    check_replicas_interval: int | None = None
+    """Iterations between two comparisons of all copies of parameters and optimizer state; every save compares too."""
 
     def __post_init__(self) -> None:
         if self.train_iters is not None and self.train_samples is not None:
@@ -40,6 +42,7 @@ class TrainConfig:
         at_least("--eval-iters", self.eval_iters, 0)
         at_least("--exit-interval", self.exit_interval, 1)
         at_least("--max-skipped-iterations", self.max_skipped_iterations, 1)
+        at_least("--check-replicas-interval", self.check_replicas_interval, 1)
         at_least("--seed", self.seed, 0)
 
     @property

@@ -290,6 +290,26 @@ ROWS: tuple[Flag, ...] = (
         const=False,
     ),
     works(
+        "--check-replicas-interval",
+        TRAINING,
+        "int",
+        "train.check_replicas_interval",
+        "Iterations between two comparisons of everything that ranks hold alike: parameters and optimizer state that"
+        " tensor- and data-parallel ranks copy, tied weights, masters. A difference of one bit ends the run. Every"
+        " save compares too.",
+        minimum=1,
+        default="at saves only",
+    ),
+    works(
+        "--check-weight-hash-across-dp-replicas-interval",
+        TRAINING,
+        "int",
+        None,
+        "The same as --check-replicas-interval.",
+        minimum=1,
+        implies=(("check-replicas-interval", None),),
+    ),
+    works(
         "--finetune",
         TRAINING,
         "switch",

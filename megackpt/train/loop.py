@@ -24,7 +24,8 @@ from megackpt.persist import CheckpointError, coordination_group, prepare_direct
 from megackpt.pipeline.errors import PipelineError
 from megackpt.train.agree import together
 from megackpt.train.build import Trainer, build, build_data
-from megackpt.train.checkpoint import Position, Saves, load_run
+from megackpt.train.checkpoint import Position, Saves, load_run, run_state
+from megackpt.train.guard import Guard
 from megackpt.train.health import TrainingStopped
 from megackpt.train.report import Reporter, over_ranks
 from megackpt.train.step import StepOutcome, Stepper
@@ -67,7 +68,8 @@ def train(trainer: Trainer) -> Position:
             saves.look()
             if loop.due(config.train.eval_interval) or loop.ends:
                 loop.evaluate(trainer.datasets.valid, "valid")
-            if loop.due(config.checkpoint.save_interval) or loop.ends:
+            if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
+                loop.guard.check(f"before iteration {loop.where.iteration} is saved")
                 saves.save(loop.where)
             if loop.ends:
                 break
@@ -84,6 +86,7 @@ class Loop:
         self.trainer, self.reporter, self.stepper = trainer, reporter, stepper
         self.where = where
         self.last = trainer.config.last_iteration(where.iteration, where.consumed_samples)
+        self.guard = Guard(trainer.mesh, run_state(trainer, optimizer=True, rng=False).tensors)
         self._first = where.iteration + 1
         self._saved_bytes: list[int] | None = None
 
@@ -100,6 +103,7 @@ class Loop:
         """One optimizer step.  The bytes kept are counted once (they repeat), the peak when it is asked for."""
         trainer, config = self.trainer, self.trainer.config
         number = self.where.iteration + 1
+        self.guard.check_seal(f"before iteration {number}")
         measures = self._measures(number)
         self.stepper.count_bytes = self._saved_bytes is None or measures
         if self.stepper.count_bytes:
@@ -119,6 +123,14 @@ class Loop:
         self._report(outcome, seconds, peaks)
         if trainer.health.hopeless:
             trainer.health.stop(trainer.mesh, number, outcome.loss, outcome.loss_scale)
+        self._guard(number)
+
+    def _guard(self, number: int) -> None:
+        interval = self.trainer.config.train.check_replicas_interval
+        if self.due(interval):
+            self.guard.check(f"after iteration {number}")
+        if interval is not None and (number + 1) % interval == 0:
+            self.guard.seal()
 
     @contextmanager
     def _named(self, number: int) -> Iterator[None]:
