@@ -10,6 +10,7 @@ selective             none less the named modules     the modules only
 full, boundaries      4 s b h / t                     (14 + 4s/h) / (72 + 12s/h), no reduction
 full, layer-input     2 s b h / t                     (16 + 4s/h) / (72 + 12s/h), 1 reduction
 full, uniform k       2 s b h / t per k layers        (24k - 8 + 4ks/h) / (k (72 + 12s/h))
+auto                  what fits the memory budget     the least that makes it fit, per stage and chunk
 ====================  ==============================  =========================================
 
 The 5 a s s b term exists with the unfused core only: that is what selective with ``core_attn`` was made for.
@@ -19,10 +20,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megackpt.config.checks import at_least, did_you_mean, either, one_of
+from megackpt.config.checks import above_zero, at_least, did_you_mean, either, one_of
 from megackpt.config.errors import UsageError
 
-GRANULARITIES = ("none", "free", "selective", "full")
+GRANULARITIES = ("none", "free", "selective", "full", "auto")
 METHODS = ("uniform", "block")
 KEEPS = ("boundaries", "layer-input")
 DEFAULT_MODULES = ("core_attn",)
@@ -63,6 +64,10 @@ class RecomputeConfig:
     """A plan in JSON that is run as it is; replaces the policy."""
     verify: bool = False
     """Compare every replayed tensor with a digest of the original."""
+    memory_budget_gib: float | None = None
+    """Of auto: memory of a rank, state included.  None: what the GPU has."""
+    adapt: bool = False
+    """Of auto: choose again between steps, by the measured peak."""
 
     def __post_init__(self) -> None:
         if self.plan_file is not None and self.granularity != "none":
@@ -76,6 +81,7 @@ class RecomputeConfig:
                 f" got granularity {self.granularity}."
             )
         one_of("--recompute-granularity", self.granularity, GRANULARITIES)
+        self._check_auto()
         one_of("--recompute-keep", self.keep, KEEPS)
         if self.method is not None:
             one_of("--recompute-method", self.method, METHODS)
@@ -85,6 +91,18 @@ class RecomputeConfig:
             self._complete_full()
         else:
             self._refuse_details_of_full()
+
+    def _check_auto(self) -> None:
+        if self.memory_budget_gib is not None:
+            above_zero("--memory-budget-gib", self.memory_budget_gib)
+        for flag, given in (("--memory-budget-gib", self.memory_budget_gib), ("--recompute-adapt", self.adapt or None)):
+            if given is not None and self.granularity != "auto":
+                value = "" if given is True else f" {given:g}"
+                what = "--recompute-plan" if self.plan_file else f"--recompute-granularity {self.granularity}"
+                raise UsageError(
+                    f"{flag}{value} contradicts {what}, which says itself what is kept: use --recompute-granularity"
+                    f" auto, or leave {flag} out."
+                )
 
     def _complete_full(self) -> None:
         if self.modules != DEFAULT_MODULES:

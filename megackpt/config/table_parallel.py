@@ -139,7 +139,8 @@ ROWS: tuple[Flag, ...] = (
         " h hidden, a heads, t tensor-parallel size with sequence parallel): none keeps everything, 34sbh/t, and with"
         " --attention-backend unfused 5ass*b/t more; free drops norm outputs, the activation output and dropout masks"
         " at almost no work; selective drops what --recompute-modules names; full keeps 4sbh/t (see"
-        " --recompute-keep) and replays about a fifth of the step.",
+        " --recompute-keep) and replays about a fifth of the step; auto chooses per stage and chunk what replays least"
+        " within --memory-budget-gib.",
         choices=GRANULARITIES,
     ),
     works(
@@ -244,8 +245,26 @@ ROWS: tuple[Flag, ...] = (
         RECOMPUTE,
         "text",
         "recompute.plan_file",
-        "Run the plan in this JSON file instead of a policy.",
+        "Run the plan in this JSON file instead of a policy: megackpt plan --plan-out writes one, and every run with"
+        " --run-dir its own.",
         metavar="FILE",
+    ),
+    works(
+        "--memory-budget-gib",
+        RECOMPUTE,
+        "float",
+        "recompute.memory_budget_gib",
+        "Of auto: memory of a rank in GiB, for weights, gradients, optimizer and activations; on a GPU also for driver,"
+        " communicators and a margin of 2 % of its memory. Needed on a CPU.",
+        default="what the GPU has",
+    ),
+    works(
+        "--recompute-adapt",
+        RECOMPUTE,
+        "switch",
+        "recompute.adapt",
+        "Of auto: after the first steps compare the measured peak with the predicted one and choose again, leaner where"
+        " the budget is broken, faster where bytes are left. Losses and gradients stay the same to the bit.",
     ),
     works(
         "--verify-replay",

@@ -27,6 +27,22 @@ def together(work: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def from_first(work: Callable[[], T]) -> T:
+    """What ``work`` gives on rank 0, on every rank; if it fails there, every rank raises UsageError with its words."""
+    both: list[object] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            both[0] = work()
+        except (UsageError, OSError) as error:
+            both[1] = str(error)
+    if dist.get_world_size() > 1:
+        dist.broadcast_object_list(both, src=0)
+    found, failure = both
+    if failure is not None:
+        raise UsageError(str(failure))
+    return found  # type: ignore[return-value]
+
+
 def agree(value: str, what: str) -> None:
     """Stop when ranks differ in something that decides the order of their collectives."""
     values = everyone(value)

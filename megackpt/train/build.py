@@ -23,6 +23,7 @@ from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, records
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.model import GPTChunk, build_chunk, compile_steps
+from megackpt.observe.auto import refuse_impossible
 from megackpt.observe.numbers import policy_of, split_of
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.lr_schedule import LearningRate
@@ -39,6 +40,7 @@ from megackpt.recompute.tiers import HostTier, ShardTier, Tier
 from megackpt.tensor.collectives import gather_flat
 from megackpt.tensor.context import TensorParallel
 from megackpt.train.agree import agree, together
+from megackpt.train.auto import auto_task, chosen_plan
 from megackpt.train.health import Health
 
 
@@ -92,7 +94,10 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         for chunk in chunks:
             compile_steps(chunk)
     parameters = [pair for chunk in chunks for pair in records(chunk.named_parameters())]
-    plan = together(lambda: build_plan(config, split))
+    if config.recompute.granularity == "auto":
+        plan = chosen_plan(config, vocab, seam)
+    else:
+        plan = together(lambda: build_plan(config, split))
     agree(plan.digest(), "recompute plan")
 
     buffer.attach(parameters, precision.main_grad_dtype)
@@ -106,7 +111,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         chunks=chunks,
         parameters=parameters,
         plan=plan,
-        tiers=build_tiers(plan.stages[mesh.pp.index], tp),
+        tiers=build_tiers(own_plans(plan, mesh.pp.index), tp),
         account=KeptBytes(),
         buffer=buffer,
         optimizer=MasterOptimizer(buffer, config.optimizer),
@@ -117,6 +122,18 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         vocab=vocab,
         tokenizer=tokenizer,
     )
+
+
+def refuse_ahead(config: RunConfig, seam: DeviceSeam) -> None:
+    """Refuse a budget of auto that nothing meets; needs no other rank.  A tokenizer that cannot be read is left to
+    `build`, where all ranks say the same."""
+    if config.recompute.granularity != "auto":
+        return
+    try:
+        _, vocab = build_vocabulary(config)
+    except (UsageError, OSError):
+        return
+    refuse_impossible(auto_task(config, vocab, seam))
 
 
 def build_vocabulary(config: RunConfig) -> tuple[Tokenizer | None, int]:
@@ -156,16 +173,34 @@ def read_plan(path: str, split: Split) -> Plan:
         raise UsageError(f"--recompute-plan {path}: not a plan of this version ({error})") from error
     if len(plan.stages) != len(split):
         raise UsageError(f"--recompute-plan {path} is for {len(plan.stages)} stages, this run has {len(split)}")
-    for stage, (row, chunks) in enumerate(zip(split, plan.stages, strict=True)):
-        named = [sorted(int(a.removeprefix("layers.")) for a in c.save_sets if a.startswith("layers.")) for c in chunks]
+    for stage, row in enumerate(split):
         here = [list(layers) for layers in row]
-        if named != here:
-            raise UsageError(
-                f"--recompute-plan {path}: stage {stage} has layers {_by_chunk(named)} there and {_by_chunk(here)} here"
-            )
-        for chunk in chunks:
+        for named in _layers_by_slot(plan, stage):
+            if named != here:
+                raise UsageError(
+                    f"--recompute-plan {path}: stage {stage} has layers {_by_chunk(named)} there and"
+                    f" {_by_chunk(here)} here"
+                )
+        for chunk in own_plans(plan, stage):
             _check_names(path, chunk)
     return plan
+
+
+def _layers_by_slot(plan: Plan, stage: int) -> list[list[list[int]]]:
+    """The layers that a stage's plans name, by [slot][chunk]."""
+    slots = max(len(plan.slots(stage, chunk)) for chunk in range(len(plan.stages[stage])))
+    return [
+        [
+            sorted(int(a.removeprefix("layers.")) for a in sets.save_sets if a.startswith("layers."))
+            for sets in (plan.chunk(stage, chunk, slot) for chunk in range(len(plan.stages[stage])))
+        ]
+        for slot in range(slots)
+    ]
+
+
+def own_plans(plan: Plan, stage: int) -> list[ChunkPlan]:
+    """Those of a stage, of all its chunks and slots."""
+    return [sets for chunk in range(len(plan.stages[stage])) for sets in plan.slots(stage, chunk)]
 
 
 def _by_chunk(layers: list[list[int]]) -> str:
@@ -185,7 +220,7 @@ def _check_names(path: str, plan: ChunkPlan) -> None:
 def check_shards(path: str, plan: Plan, sequence_parallel: bool) -> None:
     """UsageError where a plan spreads over the ranks what is not equal on them: a gather would give another tensor."""
     whole, how = whole_outputs(sequence_parallel), "with" if sequence_parallel else "without"
-    for chunk in (chunk for stage in plan.stages for chunk in stage):
+    for chunk in (chunk for stage in range(len(plan.stages)) for chunk in own_plans(plan, stage)):
         shards = [(a, name) for a, s in chunk.save_sets.items() for name, d in s.decisions.items() if d.output == SHARD]
         shards += [(a, "any step") for a, s in chunk.save_sets.items() if s.default.output == SHARD]
         if sequence_parallel:

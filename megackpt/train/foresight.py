@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from megackpt.observe.log_line import format_bytes
 from megackpt.observe.numbers import layout_numbers, model_numbers
 from megackpt.plan.decision import ChunkPlan
 from megackpt.plan.demand import replayed_by_layer
-from megackpt.plan.flops import ModelShape, hardware_flops, model_flops
+from megackpt.plan.flops import ModelShape, layer_forward, model_flops
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.policies import Policy, plan_for
 from megackpt.plan.predict import Prediction, predict
 from megackpt.plan.profile import absent_steps, profile
+from megackpt.plan.schedule import schedule_lists
+from megackpt.plan.slots import slots_of
+from megackpt.train.auto import auto_task
+from megackpt.train.auto import said as auto_lines
 from megackpt.train.build import Trainer
 
 LEANEST = Policy(granularity="full", keep="layer-input")
@@ -31,6 +37,9 @@ def foresee(trainer: Trainer) -> tuple[str, ...]:
         f" leanest {_kept(leanest)}, {LEANEST_FLAGS}); replay adds {100 * (hardware / flops - 1):.1f} %"
         " to a step's FLOPs"
     ]
+    if trainer.config.recompute.granularity == "auto":
+        task = auto_task(trainer.config, trainer.vocab, trainer.seam)
+        return (*auto_lines(task, trainer.plan), *said)
     last = chosen.stages[-1]
     of_head = last.terms["ends"] + last.terms["transient"]
     if "head." in last.peak_step and of_head > last.terms["activations"] and not model.loss_chunk:
@@ -88,11 +97,15 @@ def step_flops(trainer: Trainer) -> tuple[float, float]:
         gated=model.gated,
     )
     absent = absent_steps(model, layout)
-    replayed = [
-        steps
-        for stage in trainer.plan.stages
-        for chunk in stage
-        for steps in replayed_by_layer(chunk, layers_of(chunk), absent)
-    ]
     batch = trainer.config.batch.global_batch_size
-    return model_flops(shape, batch), hardware_flops(shape, batch, replayed)
+    replayed = 0
+    for stage, actions in enumerate(schedule_lists(layout.schedule, layout.p, layout.n, layout.v)):
+        for chunk, layers in enumerate(layout.pieces[stage]):
+            plans = trainer.plan.slots(stage, chunk)
+            counts = Counter(min(slot, len(plans) - 1) for (_, own), slot in slots_of(actions).items() if own == chunk)
+            for slot, count in counts.items():
+                layer = layer_forward(shape, count * layout.micro_batch * layout.d)
+                steps = replayed_by_layer(plans[slot], layers, absent)
+                replayed += sum(layer.of(name) for names in steps for name in names)
+    useful = model_flops(shape, batch)
+    return useful, useful + replayed

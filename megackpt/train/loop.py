@@ -23,7 +23,7 @@ from megackpt.observe.memory_tracker import ActivationPeak
 from megackpt.persist import CheckpointError, coordination_group, prepare_directory
 from megackpt.pipeline.errors import PipelineError
 from megackpt.train.agree import together
-from megackpt.train.build import Trainer, build, build_data
+from megackpt.train.build import Trainer, build, build_data, refuse_ahead
 from megackpt.train.checkpoint import Position, Saves, load_run, run_state
 from megackpt.train.guard import Guard
 from megackpt.train.health import TrainingStopped
@@ -37,6 +37,7 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> int:
         seam = DeviceSeam.create(config.parallel.device, launch.local_rank, config.parallel.backend)
         if seam.kind == "cpu" and launch.world_size > 1:
             torch.set_num_threads(1)  # ranks share the cores
+        refuse_ahead(config, seam)
         init_process_group(config.parallel, launch, seam)
         try:
             train(build(config, seam))

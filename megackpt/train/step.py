@@ -9,7 +9,7 @@ size, the number of micro-batches, the stages or the data-parallel ranks, and a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -27,6 +27,7 @@ from megackpt.pipeline.boundary import StageResult, TensorSpec
 from megackpt.pipeline.executor import Executor
 from megackpt.pipeline.stages import chunk_specs
 from megackpt.plan.schedule import interleaved
+from megackpt.plan.slots import slots_of
 from megackpt.recompute import Tape
 from megackpt.train.build import Trainer
 
@@ -57,6 +58,7 @@ class Stepper:
         self.samples = config.batch.global_batch_size  # of the step under way
         self.count_bytes = False
         self._batches: Iterator[Batch] = iter(())
+        self._slots: Mapping[tuple[int, int], int] = {}
         length = config.model.seq_length
         if config.parallel.sequence_parallel:
             length //= trainer.mesh.tp.size
@@ -75,7 +77,7 @@ class Stepper:
 
     def _open_tape(self, chunk: int, micro_batch: int) -> Tape:
         trainer = self.trainer
-        plan = trainer.plan.chunk(trainer.mesh.pp.index, chunk)
+        plan = trainer.plan.chunk(trainer.mesh.pp.index, chunk, self._slots[micro_batch, chunk])
         account = trainer.account if self.count_bytes else None
         label, verify = f"micro-batch {micro_batch}", trainer.config.recompute.verify
         return Tape(plan, trainer.ledger, account=account, tiers=trainer.tiers, label=label, verify=verify)
@@ -174,6 +176,8 @@ class Stepper:
 
     def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
         self._batches = batches
+        pp = self.trainer.mesh.pp
+        self._slots = slots_of(self.executor.schedule(pp.size, pp.index, micro_batches))
         try:
             reports = self.executor.run(micro_batches, forward_only=forward_only)
         finally:

@@ -29,6 +29,27 @@ TABLE = [
         "1 process cannot be arranged as --tensor-model-parallel-size 2 x --pipeline-model-parallel-size 1 = 2 ranks"
         " per copy of the model. Nearest valid number of processes: 2.",
     ),
+    # auto
+    (
+        "",
+        "--memory-budget-gib 0",
+        1,
+        "--memory-budget-gib must be above 0; got 0.0.",
+    ),
+    (
+        "",
+        "--memory-budget-gib 2.5 --recompute-granularity full",
+        1,
+        "--memory-budget-gib 2.5 contradicts --recompute-granularity full, which says itself what is kept: use"
+        " --recompute-granularity auto, or leave --memory-budget-gib out.",
+    ),
+    (
+        "",
+        "--recompute-adapt --recompute-plan plan.json",
+        1,
+        "--recompute-adapt contradicts --recompute-plan, which says itself what is kept: use --recompute-granularity"
+        " auto, or leave --recompute-adapt out.",
+    ),
     # heads, groups, ffn, sequence against tensor parallel
     (
         "--ffn-hidden-size",
@@ -467,7 +488,7 @@ TABLE = [
         "",
         "--recompute-granularity half",
         1,
-        "--recompute-granularity takes none, free, selective or full; got 'half'.",
+        "--recompute-granularity takes none, free, selective, full or auto; got 'half'.",
     ),
     # data
     ("--mock-data", "", 1, "Data are missing: give --data-path PREFIX, or --mock-data for made-up samples."),

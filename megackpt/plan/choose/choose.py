@@ -157,24 +157,26 @@ class Chooser:
         return tuple(picks)
 
     def _refined(self, stage: int, layers: tuple[int, ...], predicted: Predicted) -> Pick | None:
-        """What the bound of `Problem.room` allows at some budget above the given one.  Candidates stand on a grid that
+        """What the bound of `Problem.room` allows at some budget near the given one.  Candidates stand on a grid that
         does not depend on the budget, and are tried by halving: so more memory never gives a slower pick."""
         budget, slack = self.problem.budget_bytes, self.problem.slack_bytes(stage)
         grain = max(1, slack // (GRAINS if len(layers) == 1 else GRAINS_OF_CHUNKS))
-        best, low, high = self.slotted(stage, layers, 0), 0, 1 << 50
+        best, low, high = None, 0, 1 << 50
         while high - low > 1:
             middle = (low + high) // 2
             at = middle * grain
             if at > budget + slack:
                 high = middle
                 continue
-            if at > budget:
+            if at > budget - slack:
                 pick = self.slotted(stage, layers, at - budget)
                 if pick is not None and predicted(stage, pick) > budget:
                     high = middle
                     continue
                 best = pick or best
             low = middle
+        if best is None and (pick := self.slotted(stage, layers, 0)) is not None:
+            best = pick if predicted(stage, pick) <= budget else None
         return best
 
     def slotted(self, stage: int, layers: tuple[int, ...], spare: int) -> Pick | None:
@@ -258,8 +260,13 @@ def chunk_plans(counts: Counts, stage: int, pick: Pick) -> tuple[Slots, ...]:
     return tuple(made)
 
 
+def ends_of(layers: range) -> ChunkPlan:
+    """What every chosen plan says of embedding and head: masks are redrawn, gathers and chunks of logits replayed."""
+    return chunk_plan(layers, granularity="free", chunked_loss=True)
+
+
 def _chunk_plan(layers: range, items: Sequence[Item]) -> ChunkPlan:
-    sets = dict(chunk_plan(layers, granularity="free").save_sets)  # for the ends
+    sets = dict(ends_of(layers).save_sets)
     groups = []
     place = layers.start
     for item in items:

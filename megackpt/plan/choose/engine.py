@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 from megackpt.plan.accelerators import Machine
-from megackpt.plan.choose.choose import DEFAULTS, Choice, Chooser, Options, chunk_plans
+from megackpt.plan.choose.choose import DEFAULTS, Choice, Chooser, Options, chunk_plans, ends_of
 from megackpt.plan.choose.knapsack import Table
 from megackpt.plan.choose.pareto import layer_items
 from megackpt.plan.choose.prices import replay_seconds
@@ -23,7 +23,7 @@ from megackpt.plan.kept import kept_bytes, replay
 from megackpt.plan.live import Layer, backward_span, forward_span
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.parameters import embedding_parameters, head_parameters, layer_parameters, state_bytes
-from megackpt.plan.policies import chunk_plan, full_layer
+from megackpt.plan.policies import full_layer
 from megackpt.plan.predict import Prediction, predict, predict_stage, short_lists
 from megackpt.plan.profile import LayerProfile, Profile, profile
 from megackpt.plan.seconds import StepClock
@@ -135,9 +135,9 @@ def problem_of(
 
 
 def _end(pricing: EnginePrices, layer: LayerProfile, state: int) -> End:
-    save_set = chunk_plan(range(0), granularity="free").save_sets[layer.kind]
+    save_set = ends_of(range(0)).save_sets[layer.kind]
     clock = pricing.clock
-    tail = layer["head.loss"].held_bytes // 8 if layer.kind == "head" else 0  # which tokens count
+    tail = layer.steps[-1].held_bytes // 8 if layer.kind == "head" else 0  # which tokens count
     return End(
         kept_bytes=kept_bytes(layer, save_set) + tail,
         transient_bytes=_transient(layer, save_set, pricing.made.boundary_bytes) + layer.steps[-1].output_bytes,
@@ -160,8 +160,10 @@ class Chosen:
 class Predictor:
     """The predicted bytes of picks; what they share is computed once."""
 
-    def __init__(self, model: ModelNumbers, layout: Layout, machine: Machine, made: Profile) -> None:
-        self.model, self.layout, self.machine, self.made = model, layout, machine, made
+    def __init__(
+        self, model: ModelNumbers, layout: Layout, machine: Machine, made: Profile, watched: bool = False
+    ) -> None:
+        self.model, self.layout, self.machine, self.made, self.watched = model, layout, machine, made, watched
         self.lists = short_lists(layout)
 
     def placed(self, counts: Counts) -> Layout:
@@ -173,13 +175,14 @@ class Predictor:
         empty: list[list[Slots]] = [[(ChunkPlan(),)] * self.layout.v for _ in counts]
         empty[stage] = list(chunk_plans(counts, stage, pick))
         plan = Plan.of_slots(empty)
-        actions = self.lists[stage]
-        row = predict_stage(self.model, self.placed(counts), plan, stage, actions, self.made, self.machine)
-        return row.total_bytes
+        return predict_stage(
+            self.model, self.placed(counts), plan, stage, self.lists[stage], self.made, self.machine, self.watched
+        ).total_bytes
 
     def __call__(self, choice: Choice) -> Prediction:
         placed = self.placed(choice.counts)
-        return predict(self.model, placed, choice.plan, self.machine, made=self.made, lists=self.lists)
+        lists, watched = self.lists, self.watched
+        return predict(self.model, placed, choice.plan, self.machine, made=self.made, lists=lists, watched=watched)
 
 
 def choose_for(
@@ -189,14 +192,15 @@ def choose_for(
     budget_bytes: int | None = None,
     options: Options = DEFAULTS,
     made: Profile | None = None,
+    watched: bool = False,
 ) -> Chosen:
     """The fastest plan of a model within ``budget_bytes`` of each rank's memory (None: the machine's), its bytes as
-    predicted.  Raises DoesNotFit."""
+    predicted (``watched``: see `predict`).  Raises DoesNotFit."""
     budget = machine.memory_bytes if budget_bytes is None else budget_bytes
     made = profile(model, layout) if made is None else made
     problem = problem_of(model, layout, machine, budget, made)
     chooser = Chooser(problem, options, Table(layer_items(problem.pricing, options.keep_gathered)))
-    predictor = Predictor(model, layout, machine, made)
+    predictor = Predictor(model, layout, machine, made, watched)
     try:
         counts, picks, name = chooser.result()
     except DoesNotFit:
@@ -204,7 +208,24 @@ def choose_for(
         picks, name = chooser.refined(counts, partial(predictor.stage_bytes, counts)), chooser.name
     else:
         refined = chooser.refined(counts, partial(predictor.stage_bytes, counts))
-        if problem.step_seconds(counts, refined) <= problem.step_seconds(counts, picks):
+        slower = problem.step_seconds(counts, refined) > problem.step_seconds(counts, picks)
+        if not slower or predictor(chooser.choice(counts, picks, name)).peak_bytes > budget:
             picks, name = refined, chooser.name
     choice = chooser.choice(counts, picks, name)
     return Chosen(choice, predictor.placed(counts), predictor(choice))
+
+
+def least_bytes(
+    model: ModelNumbers,
+    layout: Layout,
+    machine: Machine,
+    options: Options = DEFAULTS,
+    made: Profile | None = None,
+    watched: bool = False,
+) -> int:
+    """The least budget at which `choose_for` finds a plan on the layout's own division."""
+    made = profile(model, layout) if made is None else made
+    problem = problem_of(model, layout, machine, 0, made)
+    chooser = Chooser(problem, options, Table(layer_items(problem.pricing, options.keep_gathered)))
+    predicted = partial(Predictor(model, layout, machine, made, watched).stage_bytes, problem.division)
+    return max(chooser.leanest(stage, layers, predicted)[0] for stage, layers in enumerate(problem.division))
