@@ -103,7 +103,7 @@ class Layer(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
-def _spread() -> dict[str, ParallelStyle]:
+def spread() -> dict[str, ParallelStyle]:
     """What becomes of the modules of a layer."""
     gathered = partial(PrepareModuleInput, input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
     columns = ("attn.query", "attn.key", "attn.value", "mlp.up")
@@ -127,7 +127,7 @@ def dtensor_layers(model: Model) -> nn.ModuleList:
             parts = qkv_parts(block, kind, model.heads)
             for linear, part in zip((layer.attn.query, layer.attn.key, layer.attn.value), parts, strict=True):
                 linear.get_parameter(kind).copy_(part)
-        parallelize_module(layer, mesh, _spread())
+        parallelize_module(layer, mesh, spread())
     return layers
 
 
@@ -170,7 +170,7 @@ class _Local(TorchDispatchMode):
         return result
 
 
-class _LocalTracker(MemoryTracker):
+class LocalTracker(MemoryTracker):
     """Bytes of local tensors only."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -181,7 +181,7 @@ def _counts(training: Training) -> tuple[int, int, int]:
     """FLOPs, collectives, bytes allocated in the forward and alive at its end."""
     with _Local() as local:
         training.step()
-    with _LocalTracker() as tracker:
+    with LocalTracker() as tracker:
         loss = training.loss()
     alive = tracker.live_bytes
     loss.backward()  # the other rank waits in it

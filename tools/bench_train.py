@@ -118,7 +118,7 @@ class Ours:
         """One forward on a tape, as a stage runs it."""
         trainer = self.trainer
         with Tape(trainer.plan.chunk(0, 0), trainer.ledger):
-            losses = trainer.chunk(batch["tokens"], batch["labels"])
+            losses = trainer.chunks[0](batch["tokens"], batch["labels"])
         return masked_loss(losses, batch["loss_mask"])[0]
 
 

@@ -222,6 +222,7 @@ def _layout(config: RunConfig, values: Layer, machine: Machine) -> Layout:
         act_bytes=config.precision.params_bytes,
         grad_bytes=config.precision.grad_bytes,
         sharded_optimizer=bool(values.get(DISTRIBUTED)),
+        schedule=parallel.schedule,
         device=device,
     )
 

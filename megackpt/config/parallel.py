@@ -12,6 +12,7 @@ from megackpt.config.stage_layout import layer_counts
 
 BACKENDS = ("nccl", "gloo")
 DEVICES = ("cpu", "cuda")
+SCHEDULES = ("1f1b", "gpipe", "zb-h1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,8 @@ class ParallelConfig:
     """In the split, the head stands for a layer of the last stage."""
     layout: str | None = None
     """What every chunk holds, in Megatron's words (see stage_layout.py)."""
+    schedule: str = "1f1b"
+    """The order of forwards and backwards; 1f1b is interleaved where stages have several chunks."""
     context: int = 1
     world_size: int = 1
     sequence_parallel: bool = False
@@ -52,6 +55,7 @@ class ParallelConfig:
         at_least("--num-virtual-stages-per-pipeline-rank", self.chunks, 1)
         at_least("--decoder-first-pipeline-num-layers", self.first_stage_layers, 1)
         at_least("--decoder-last-pipeline-num-layers", self.last_stage_layers, 1)
+        one_of("--pipeline-schedule", self.schedule, SCHEDULES)
         at_least("--context-parallel-size", self.context, 1)
         at_least("the number of processes", self.world_size, 1)
         above_zero("--distributed-timeout-minutes", self.timeout_minutes)
@@ -91,6 +95,11 @@ class ParallelConfig:
         return several or self.layers_per_chunk is not None or (self.chunks or 1) > 1
 
     @property
+    def splits_backward(self) -> bool:
+        """Weight gradients are actions of their own."""
+        return self.schedule == "zb-h1"
+
+    @property
     def counted_ends(self) -> int:
         """Ends of the model that stand for a layer each in the split."""
         return (self.count_embedding + self.count_loss) * (self.pipeline > 1)
@@ -112,6 +121,16 @@ class ParallelConfig:
             raise UsageError(
                 f"--num-layers-per-virtual-pipeline-stage {self.layers_per_chunk} and"
                 f" --num-virtual-stages-per-pipeline-rank {self.chunks} say the same in two ways: give one of them."
+            )
+        if self.schedule != "1f1b" and self.interleaves:
+            raise UsageError(
+                f"--pipeline-schedule {self.schedule} has one chunk per stage, and several are asked for. Nearest"
+                " valid: --pipeline-schedule 1f1b, or leave the chunks out."
+            )
+        if self.splits_backward and self.pipeline == 1:
+            raise UsageError(
+                f"--pipeline-schedule {self.schedule} fills the gaps between several stages. Nearest valid:"
+                " --pipeline-model-parallel-size 2, or --pipeline-schedule 1f1b."
             )
         ends = [flag for flag in asked if flag.startswith("--decoder")]
         if ends and self.pipeline == 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megackpt.config.flag import Flag, accept, later, works
-from megackpt.config.parallel import BACKENDS, DEVICES
+from megackpt.config.parallel import BACKENDS, DEVICES, SCHEDULES
 from megackpt.config.recompute import GRANULARITIES, KEEPS, METHODS, MODULES
 
 PARALLEL = "Parallelism"
@@ -28,6 +28,15 @@ ROWS: tuple[Flag, ...] = (
         "parallel.pipeline",
         "Stages that share the layers; the remainder of an uneven split goes to the middle stages.",
         minimum=1,
+    ),
+    works(
+        "--pipeline-schedule",
+        PARALLEL,
+        "text",
+        "parallel.schedule",
+        "1f1b (interleaved, with several chunks per stage); gpipe keeps all micro-batches of a step; zb-h1 puts weight"
+        " gradients off to fill the pipeline's idle time, and keeps their factors meanwhile.",
+        choices=SCHEDULES,
     ),
     works(
         "--num-layers-per-virtual-pipeline-stage",

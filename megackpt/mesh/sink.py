@@ -24,6 +24,12 @@ class GradientSink(ABC):
         neither to be modified. Returns the gradient shaped like `weight` for autograd, or None if it was consumed.
         """
 
+    @property
+    def at_once(self) -> GradientSink:
+        """The sink for a weight gradient that must not wait, because its factors are large; this one, if none waits
+        here.
+        """
+        return self
 
     def row_gradient(self, weight: Parameter, rows: Tensor, grad: Tensor) -> Tensor | None:
         """Take the gradient of an embedding: each line of `grad` [n, h] belongs to the row of `weight` [V, h] that

@@ -144,7 +144,7 @@ class Head(nn.Module):
         """Normalised hidden states [s, b, h] to this rank's columns of the logits, [s, b, V/t]."""
         weight = self.weight if self.weight is not None else self._tied[0]
         assert weight is not None
-        return linear(y, weight, None, self.tp.sink, self.tp.input_gradient_axis)
+        return linear(y, weight, None, self.tp.sink.at_once, self.tp.input_gradient_axis)
 
 
 def masked_loss(losses: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:

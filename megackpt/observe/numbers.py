@@ -67,6 +67,7 @@ def layout_numbers(config: RunConfig, pieces: Sequence[Sequence[range]], device:
         sequence_parallel=parallel.sequence_parallel,
         act_bytes=config.precision.params_bytes,
         grad_bytes=config.precision.grad_bytes,
+        schedule=config.parallel.schedule,
         device=device,
     )
 

@@ -89,7 +89,7 @@ def at_the_head(e: Evaluation, stage: int) -> tuple[int, int]:
     """(bytes of embedding, head and loss, bytes alive for a moment elsewhere) at the stage's peak."""
     row = e.prediction.stages[stage]
     at_end = row.peak_step.startswith(("head", "embed"))
-    moment = row.terms["transient"]
+    moment = row.terms["transient"] + row.terms["weight_gradients"]
     return row.terms["ends"] + moment * at_end, moment * (not at_end)
 
 

@@ -2,6 +2,7 @@
 
     F   receive the input | forward on a tape | start to send the output, keep its graph edge, drop the tensor
     B   receive the gradients | one autograd call from the edges | close the tape | start to send gradients
+    W   multiply the weight gradients that B put off; a schedule without W's puts none off
 
 At one stage nothing is received or sent and the rest is the same. Forward-only runs the F's without a graph
 or tapes. Where stages have several chunks, chunk c of the last stage feeds chunk c+1 of the first: the chain of
@@ -24,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from megackpt.mesh.deferred import DeferredSink
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.pipeline.boundary import (
     Arrival,
@@ -53,7 +55,8 @@ class Executor:
 
     `specs` has one entry per chunk. `timeout_s` bounds every single transfer, in seconds. `open_tape(chunk,
     micro_batch)` gives the tape of a forward; it is closed when the backward of that micro-batch has ended.
-    `on_last_backward(chunk)` is called just before the last backward of a chunk in a run starts.
+    `on_last_backward(chunk)` is called just before the last backward of a chunk in a run starts; `deferred` is
+    the sink of the model's weight gradients, for schedules that have W's.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Executor:
         timeout_s: float = DEFAULT_TIMEOUT_S,
         sends_in_flight: int = 0,
         on_last_backward: Callable[[int], None] | None = None,
+        deferred: DeferredSink | None = None,
     ) -> None:
         if len(specs) > 1 and mesh.pp.size == 1:
             raise ValueError(f"a single stage has one chunk, got specs for {len(specs)}")
@@ -83,6 +87,7 @@ class Executor:
         self.timeout_s = timeout_s
         self.sends_in_flight = sends_in_flight
         self.on_last_backward = on_last_backward
+        self.deferred = deferred
         self._connected = False
         self._unfinished = False
 
@@ -99,14 +104,14 @@ class Executor:
         pp = self.mesh.pp
         actions = self.schedule(pp.size, pp.index, micro_batches)
         actions = forward_part(actions) if forward_only else actions
-        unknown = {action.kind for action in actions} - set(_METHODS)
-        if unknown:
-            raise ValueError(f"no method runs actions of kind {', '.join(sorted(unknown))}")
+        splits = any(action.kind == "W" for action in actions)
+        if splits and self.deferred is None:
+            raise ValueError("a schedule with W actions needs a sink that puts weight gradients off")
         if self._unfinished:
             raise RuntimeError("an earlier run failed and its messages may still be under way: start anew")
         self._unfinished = pp.size > 1
         progress = Progress(self.mesh.rank, pp.index, pp.size)
-        run = _Run(self, progress, actions, forward_only, events)
+        run = _Run(self, progress, actions, forward_only, events, self.deferred if splits else None)
         try:
             run.open(connect=not self._connected)
             self._connected = True
@@ -143,8 +148,9 @@ class _Run:
         actions: Sequence[Action],
         forward_only: bool,
         events: list[Event] | None,
+        deferred: DeferredSink | None,
     ) -> None:
-        self.owner, self.progress, self.actions = owner, progress, actions
+        self.owner, self.progress, self.actions, self.deferred = owner, progress, actions, deferred
         self.forward_only, self.events = forward_only, events
         self.last_backwards = set({a.chunk: a for a in actions if a.kind == "B"}.values())
         self.reports: dict[int, dict[str, Tensor]] = {}
@@ -250,7 +256,7 @@ class _Run:
         owner, specs = self.owner, self.owner.specs[action.chunk]
         inputs, arrival = arrive(received, specs.received)
         tape = owner.open_tape(action.chunk, action.micro_batch)
-        flight = self.flights[action.micro_batch, action.chunk] = _Flight(arrival, tape)
+        flight = self.flights[_key(action)] = _Flight(arrival, tape)
         with tape:
             result = owner.stage_forward(action.chunk, action.micro_batch, inputs)
         self._check(action, result)
@@ -276,14 +282,21 @@ class _Run:
         self.progress.enter("compute", action)
         if action in self.last_backwards and self.owner.on_last_backward is not None:
             self.owner.on_last_backward(action.chunk)
-        flight = self.flights.pop((action.micro_batch, action.chunk))
+        flight = self.flights.pop(_key(action))
         if flight.seed is not None:
             gradients = (flight.seed,)
         pairs = [(edge, g) for edge, g in zip(flight.edges, gradients, strict=True) if edge is not None]
         if pairs:
-            torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
+            with self.deferred.holding(_key(action)) if self.deferred else contextlib.nullcontext():
+                torch.autograd.backward([edge for edge, _ in pairs], [gradient for _, gradient in pairs])
         flight.tape.close()
         self.send(action, flight.arrival.take(self.owner.device))
+
+    def weight(self, action: Action) -> None:
+        assert self.deferred is not None
+        self.receive(action)
+        self.progress.enter("compute", action)
+        self.deferred.release(_key(action))
 
     # -- end -------------------------------------------------------------------------------------------
 
@@ -304,9 +317,15 @@ class _Run:
         self.flights.clear()
         self.inboxes.clear()
         self.outboxes.clear()
+        if self.deferred is not None:
+            self.deferred.clear()
 
 
-_METHODS: dict[str, Callable[[_Run, Action], None]] = {"F": _Run.forward, "B": _Run.backward}
+_METHODS: dict[str, Callable[[_Run, Action], None]] = {"F": _Run.forward, "B": _Run.backward, "W": _Run.weight}
+
+
+def _key(action: Action) -> tuple[int, int]:
+    return action.micro_batch, action.chunk
 
 
 def _connect(progress: Progress, incoming: dict[str, Link], outgoing: dict[str, Link]) -> None:

@@ -23,7 +23,8 @@ _LAST_SAVED = "mlp.down"  # a group's replay ends where this step has saved its 
 class ChunkModel:
     """Spans of one chunk, each computed once per save-set.
 
-    ``watched``: gradients are added out of place, as under a dispatch mode (``observe.memory_tracker``).
+    ``watched``: gradients are added out of place, as under a dispatch mode (``observe.memory_tracker``).  ``split``:
+    the backward puts weight gradients off, and their factors are alive at its end.
     """
 
     profile: Profile
@@ -33,6 +34,8 @@ class ChunkModel:
     last: bool
     t: int = 1
     watched: bool = False
+    split: bool = False
+    _keeps_top: bool = False  # a weight gradient waits for the gradient that the chunk received
     _spans: dict[tuple[object, ...], Span] = field(default_factory=dict)
 
     # -- the chunk -----------------------------------------------------------------------------------------------
@@ -65,6 +68,7 @@ class ChunkModel:
         self._backward_of(clock, self.plan.groups, self.layers)
         if self.first:
             clock.run(self._backward(self._end("embedding"), input_gradient=False))
+        clock.live += self.profile.boundary_bytes * self._keeps_top
         return clock.span()
 
     @property
@@ -210,12 +214,17 @@ class ChunkModel:
         held: bool = False,
         input_gradient: bool = True,
     ) -> Span:
-        if need is not None:
-            return backward_span(layer, on_first_need=need, watched=self.watched, held=held)
         key = ("B", layer.profile.kind, layer.save_set, layer.input_choice, held, input_gradient)
-        if key not in self._spans:
-            self._spans[key] = backward_span(layer, watched=self.watched, held=held, input_gradient=input_gradient)
-        return self._spans[key]
+        span = self._spans.get(key) if need is None else None
+        if span is None:
+            span = backward_span(
+                layer, on_first_need=need, watched=self.watched, input_gradient=input_gradient, held=held,
+                split=self.split,
+            )  # fmt: skip
+        if need is None:
+            self._spans[key] = span
+        self._keeps_top = self._keeps_top or span.keeps_top
+        return span
 
 
 def _tops(groups: Sequence[Group], layers: range) -> list[tuple[range, Group | None]]:

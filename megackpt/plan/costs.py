@@ -168,7 +168,7 @@ def _core(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
 
 def _fused(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     out, flat = x.rows * x.queries * x.act, x.rows * x.packed * x.act
-    backward = 2 * flat  # three gradients, then side by side
+    backward = flat  # three gradients; they are laid side by side when what the kernel saved is gone
     if layout.device == "cuda":  # the kernel's own: queries' gradient in fp32, one number per row
         backward = max(backward, flat + 4 * x.rows * x.queries + 4 * x.log_sum)
     return {

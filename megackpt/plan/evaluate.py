@@ -101,7 +101,7 @@ class Evaluator:
         return _Work(
             forward=len(layers) * clock.layer_forward(block) + sum(map(clock.layer_forward, ends)),
             backward=len(layers) * clock.layer_backward(block) + sum(map(clock.layer_backward, ends)),
-            weights=len(layers) * clock.layer_weights(block) + sum(map(clock.layer_weights, ends)),
+            weights=len(layers) * clock.layer_weights(block),
             replay=sum(seconds for seconds, _ in self._replayed(layout, sets, stage, chunk)),
             split=any(action.kind == "W" for action in self.lists[stage]),
         )
@@ -262,16 +262,16 @@ class _Recorded(StageWalk):
             self.marks[action] = (before, max(before, after, self._most.get(action, 0)), after)
             before = after
 
-    def _forward(self, action: Action, split: bool) -> None:
-        super()._forward(action, split)
+    def _forward(self, action: Action) -> None:
+        super()._forward(action)
         self._after[action] = self._now
 
-    def _backward(self, action: Action, split: bool) -> None:
-        super()._backward(action, split)
+    def _backward(self, action: Action) -> None:
+        super()._backward(action)
         self._after[action] = self._now
 
-    def _weight(self, action: Action, split: bool) -> None:
-        super()._weight(action, split)
+    def _weight(self, action: Action) -> None:
+        super()._weight(action)
         self._after[action] = self._now
 
     def _note(self, action: Action, at: str, extra: int) -> None:

@@ -8,20 +8,23 @@ steps that rebuild it run first, and what they rebuild lives until the last back
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megackpt.plan.decision import KEEP, REPLAY, SaveSet
 from megackpt.plan.kept import INPUT, KeptLayer, keep_layer
 from megackpt.plan.profile import LayerProfile, StepCost
+from megackpt.plan.steps import DEFERRED
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of work: most bytes above what was alive when it began, when that was, and the change it leaves."""
+    """A stretch of work: most bytes above what was alive when it began, when that was, and the change it leaves.
+    ``keeps_top``: a gradient that somebody outside held is needed beyond the end, and not counted in the change."""
 
     peak: int
     change: int
     at: str = ""
+    keeps_top: bool = False
 
 
 @dataclass
@@ -99,7 +102,7 @@ class Gradients:
     watched: bool  # under a dispatch mode autograd adds two gradients out of place
     owner: dict[str, int] = field(default_factory=dict)
     sizes: dict[int, int] = field(default_factory=dict)
-    held: int = -1  # somebody outside holds this one
+    held: set[int] = field(default_factory=set)  # somebody outside holds these
 
     def put(self, name: str, tensor: int, at: str) -> None:
         """A gradient arrives; a second one for the same value is added to the first."""
@@ -109,7 +112,7 @@ class Gradients:
         size = self.sizes[tensor]
         first, total = self.owner.pop(name), self.new(size)
         self.clock.live += size
-        self.clock.touch(0 if self.watched or first == self.held else -size, at)
+        self.clock.touch(0 if self.watched or first in self.held else -size, at)
         self.owner[name] = total
         self.drop(first)
         self.drop(tensor)
@@ -123,7 +126,7 @@ class Gradients:
 
     def drop(self, tensor: int) -> None:
         """Freed when no value has it any more."""
-        if tensor != self.held and tensor not in self.owner.values():
+        if tensor not in self.held and tensor not in self.owner.values():
             self.clock.live -= self.sizes[tensor]
 
 
@@ -134,16 +137,20 @@ def backward_span(
     watched: bool = False,
     input_gradient: bool = True,
     held: bool = False,
+    split: bool = False,
 ) -> Span:
     """The backward of one layer.  Alive at the start: what the layer keeps, and the gradient of its output; at the
     end: the gradient of its input.  ``on_first_need`` runs before the first step that asks for anything saved.
-    ``held``: somebody outside holds the output's gradient to the end, and beyond."""
-    return _Backward(layer, watched, on_first_need).run(input_gradient, held)
+    ``held``: somebody outside holds the output's gradient to the end, and beyond.  ``split``: weight gradients are put
+    off, so their factors are alive at the end too."""
+    return _Backward(layer, watched, on_first_need, split).run(input_gradient, held)
 
 
 class _Backward:
-    def __init__(self, layer: Layer, watched: bool, on_first_need: Callable[[Clock], None] | None) -> None:
-        self.layer, self.profile = layer, layer.profile
+    def __init__(
+        self, layer: Layer, watched: bool, on_first_need: Callable[[Clock], None] | None, split: bool
+    ) -> None:
+        self.layer, self.profile, self.split = layer, layer.profile, split
         self.kept = layer.kept()
         self.clock = Clock()
         self.gradients = Gradients(self.clock, watched)
@@ -152,6 +159,7 @@ class _Backward:
         self.done: set[str] = set()  # steps whose backward is over
         self.rebuilt: dict[str, int] = {}  # dropped storages that are alive again
         self.replayed: set[str] = set()  # records that have run
+        self.waiting: set[str] = set()  # storages that a weight gradient still needs
         self.holders = self._holders()
         self.present = dict(self.kept.storages)
 
@@ -193,23 +201,29 @@ class _Backward:
     def run(self, input_gradient: bool, held: bool) -> Span:
         last = self.profile.steps[-1]
         tensor = self.gradients.new(last.output_bytes)
-        self.gradients.held = tensor if held else -1
+        self.gradients.held = {tensor} if held else set()
         self.gradients.put(last.name, tensor, "")
+        waits_for_top = False
         for step in reversed(self.profile.steps):
             if self.on_first_need is not None and self._needs(step):
                 self.on_first_need(self.clock)
                 self.on_first_need = None
             self._demand(step)
-            self._step(step, input_gradient)
+            waits = self.split and step.name in DEFERRED
+            waits_for_top = waits_for_top or (waits and self.gradients.owner[step.name] == tensor)
+            self._step(step, input_gradient, waits)
             self._release(step)
-        return self.clock.span()
+        return replace(self.clock.span(), keeps_top=held and waits_for_top)
 
     def _needs(self, step: StepCost) -> bool:
         stored = step.mask_bytes and self.layer.save_set[step.name].masks == KEEP
         return bool(step.saves_input or step.internal_bytes or stored or step.held_bytes)
 
-    def _step(self, step: StepCost, input_gradient: bool) -> None:
+    def _step(self, step: StepCost, input_gradient: bool, waits: bool) -> None:
         own = self.gradients.take(step.name)
+        if waits:
+            self.gradients.held.add(own)
+            self.waiting.add(step.reads[0])
         at = f"backward {step.name}"
         redrawn = step.mask_bytes if self.layer.save_set[step.name].masks != KEEP else 0
         self.clock.touch(step.backward_workspace_bytes + redrawn, at)
@@ -229,7 +243,7 @@ class _Backward:
     def _release(self, step: StepCost) -> None:
         self.done.add(step.name)
         for pool in (self.present, self.rebuilt):
-            for name in [n for n in pool if self.holders.get(n, set()) <= self.done]:
+            for name in [n for n in pool if self.holders.get(n, set()) <= self.done and n not in self.waiting]:
                 self.clock.live -= pool.pop(name)
 
     # -- replay --------------------------------------------------------------------------------------------------
@@ -275,7 +289,7 @@ class _Backward:
     def _forget_inputs(self, step: StepCost) -> None:
         """A replayed step lets go of its rebuilt inputs; they stay only for a backward or a replay still to come."""
         for name in step.reads:
-            if name in self.rebuilt and not self._wanted(name):
+            if name in self.rebuilt and name not in self.waiting and not self._wanted(name):
                 self.clock.live -= self.rebuilt.pop(name)
 
     def _wanted(self, name: str) -> bool:

@@ -146,6 +146,11 @@ class Layout:
         return len(self.pieces[0])
 
     @property
+    def splits_backward(self) -> bool:
+        """Weight gradients are actions of their own."""
+        return self.schedule == "zb-h1"
+
+    @property
     def wide_bytes(self) -> int:
         """Of masters, moments, statistics and losses: fp32, or fp64 for an fp64 model."""
         return max(4, self.act_bytes)

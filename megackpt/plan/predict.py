@@ -8,7 +8,7 @@ tensors (communicators, the driver's context, fragmentation) is named and added 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megackpt.plan.accelerators import Machine
@@ -30,9 +30,9 @@ class StagePrediction:
     """One pipeline stage; all its ranks are alike.
 
     ``terms`` at the moment of the peak: the state (weights, gradients, masters, moments), kept activations (layers,
-    ends), messages between stages, and transient, which is the rest; with a machine also communicators, context and
-    margin.  They sum to ``total_bytes``.  ``activation_bytes`` is the peak of what a step allocates: what a counter
-    of tensors that starts at the step sees.
+    ends), messages between stages, factors of weight_gradients that wait, and transient, which is the rest; with a
+    machine also communicators, context and margin.  They sum to ``total_bytes``.  ``activation_bytes`` is the peak of
+    what a step allocates: what a counter of tensors that starts at the step sees.
     """
 
     stage: int
@@ -150,7 +150,8 @@ def _stage(model: ModelNumbers, layout: Layout, machine: Machine | None, walk: S
         "activations": peak.kept - peak.ends,
         "ends": peak.ends,
         "messages": peak.messages,
-        "transient": peak.live - peak.kept - peak.messages,
+        "weight_gradients": peak.waiting,
+        "transient": peak.live - peak.kept - peak.messages - peak.waiting,
     }
     if machine is not None:
         groups = sum(size > 1 for size in (layout.t, layout.d * layout.c)) + 2 * (layout.p > 1)
@@ -191,6 +192,7 @@ class Moment:
     messages: int = 0
     kept: int = 0  # by open tapes, ends included
     ends: int = 0
+    waiting: int = 0  # for weight gradients
     in_flight: int = 0
     action: Action = field(default_factory=lambda: Action("F", 0))
     at: str = ""
@@ -202,6 +204,7 @@ class _Slot:
 
     forward: Span
     backward: Span
+    waiting: int  # factors of weight gradients that a split backward leaves
     kept: int
     ends: int
 
@@ -213,7 +216,7 @@ class StageWalk:
 
     def __init__(self, made: Profile, layout: Layout, plan: Plan, stage: int, *, watched: bool = False) -> None:
         self.layout, self.stage = layout, stage
-        self.message = made.boundary_bytes
+        self.message, self.split = made.boundary_bytes, layout.splits_backward
         self._receiving, self._sending = self._meeting(source), self._meeting(destination)
         self._first = [layout.is_first(stage, chunk) for chunk in range(layout.v)]
         self._last = [layout.is_last(stage, chunk) for chunk in range(layout.v)]
@@ -221,8 +224,8 @@ class StageWalk:
             [self._slot(made, chunk, sets, watched) for sets in plan.slots(stage, chunk)] for chunk in range(layout.v)
         ]
         self._taken: Mapping[tuple[int, int], int] = {}
-        self.live = 0  # activations of open tapes
-        self.kept_now = self.ends_now = self.in_flight = 0
+        self.live = 0  # activations of open tapes, and factors of weight gradients
+        self.kept_now = self.ends_now = self.in_flight = self.waiting = 0
         self.sent = 0
         self.posted = {"F": 0, "B": 0}
         self.peak = Moment()
@@ -231,8 +234,10 @@ class StageWalk:
     def _slot(self, made: Profile, chunk: int, sets: ChunkPlan, watched: bool) -> _Slot:
         layers = self.layout.pieces[self.stage][chunk]
         model = ChunkModel(made, sets, layers, self._first[chunk], self._last[chunk], self.layout.t, watched)
+        whole = model.backward()
+        backward = replace(model, split=True, _spans={}).backward() if self.split else whole
         ends = ends_kept(made, self.layout, self.stage, chunk, sets)
-        return _Slot(model.forward(), model.backward(), model.kept(), ends)
+        return _Slot(model.forward(), backward, backward.change - whole.change, model.kept(), ends)
 
     @property
     def kept(self) -> tuple[tuple[int, ...], ...]:
@@ -244,14 +249,13 @@ class StageWalk:
         self._taken = slots_of(actions)
         coming = {kind: sum(a.kind == kind and self._receives(a) for a in actions) for kind in ("F", "B")}
         self.posted = {kind: self.message if count else 0 for kind, count in coming.items()}
-        split = any(action.kind == "W" for action in actions)
         for action in actions:
             if action.kind in coming and self._receives(action):
                 coming[action.kind] -= 1
                 self.posted[action.kind] = self.message if coming[action.kind] else 0
                 self._note(action, "receive", self.message)
             self.sent = 0
-            getattr(self, {"F": "_forward", "B": "_backward", "W": "_weight"}[action.kind])(action, split)
+            getattr(self, {"F": "_forward", "B": "_backward", "W": "_weight"}[action.kind])(action)
         if self.in_flight:
             raise ValueError(f"stage {self.stage} ends with {self.in_flight} forwards that no backward has freed")
 
@@ -264,7 +268,7 @@ class StageWalk:
         self.kept_now += sign * slot.kept
         self.ends_now += sign * slot.ends
 
-    def _forward(self, action: Action, split: bool) -> None:
+    def _forward(self, action: Action) -> None:
         slot = self._of(action)
         self._hold(slot, 1)
         self.kept_peak = max(self.kept_peak, self.kept_now)
@@ -274,27 +278,28 @@ class StageWalk:
             self.live -= self.message
             self.sent = self.message if self._sends(action) else 0
 
-    def _backward(self, action: Action, split: bool) -> None:
+    def _backward(self, action: Action) -> None:
         slot = self._of(action)
         received = 0 if self._last[action.chunk] else self.message
         self._note(action, slot.backward.at, received + slot.backward.peak)
         returned = 0 if self._first[action.chunk] else self.message
-        if split:  # a split backward keeps what it kept until its weight half
-            return
         self.live += slot.backward.change - returned
+        self.waiting += slot.waiting
         self.sent = returned if self._sends(action) else 0
         self._hold(slot, -1)
 
-    def _weight(self, action: Action, split: bool) -> None:
+    def _weight(self, action: Action) -> None:
         slot = self._of(action)
-        self.live += slot.backward.change - (0 if self._first[action.chunk] else self.message)
-        self._hold(slot, -1)
+        self._note(action, "weight gradients", 0)
+        self.live -= slot.waiting
+        self.waiting -= slot.waiting
 
     def _note(self, action: Action, at: str, extra: int) -> None:
         messages = self.sent + sum(self.posted.values())
         live = self.live + extra + messages
         if live > self.peak.live:
-            self.peak = Moment(live, messages, self.kept_now, self.ends_now, self.in_flight, action, at)
+            waiting = self.waiting
+            self.peak = Moment(live, messages, self.kept_now, self.ends_now, waiting, self.in_flight, action, at)
 
     def _receives(self, action: Action) -> bool:
         return (action.kind, action.chunk) in self._receiving

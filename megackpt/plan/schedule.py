@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 KINDS = ("F", "B", "W")
 _PATTERN = re.compile(r"([FBW])(\d+)\.(\d+)")
@@ -163,14 +164,19 @@ def schedule_lists(name: str, stages: int, micro_batches: int, chunks: int = 1) 
 
     Raises ValueError on a name that is none of `SCHEDULES`, and on chunks that the schedule does not have.
     """
+    make = generator(name, chunks)
+    return [make(stages, stage, micro_batches) for stage in range(stages)]
+
+
+def generator(name: str, chunks: int = 1) -> Generator:
+    """The generator of that name. Raises as `schedule_lists`."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule {name!r} is none of {', '.join(SCHEDULES)}")
     if name in ("1f1b", "interleaved"):
-        return [interleaved(stages, stage, micro_batches, chunks) for stage in range(stages)]
+        return partial(interleaved, chunks=chunks)
     if chunks != 1:
         raise ValueError(f"schedule {name} has one chunk per stage, got {chunks}; only interleaved 1f1b has more")
-    make = gpipe if name == "gpipe" else zero_bubble
-    return [make(stages, stage, micro_batches) for stage in range(stages)]
+    return gpipe if name == "gpipe" else zero_bubble
 
 
 def forward_part(actions: list[Action]) -> list[Action]:

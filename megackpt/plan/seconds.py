@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from megackpt.plan.accelerators import Machine
 from megackpt.plan.profile import LayerProfile, StepCost
-from megackpt.plan.steps import GATHERS
+from megackpt.plan.steps import DEFERRED, GATHERS
 
 # A ring passes (t-1)/t of the tensor once to gather or scatter it, twice to add it up.
 _PASSES = {None: 0, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
@@ -44,9 +44,8 @@ class StepClock:
         return gathers + sum(self.backward(step) for step in layer.steps)
 
     def layer_weights(self, layer: LayerProfile) -> float:
-        """The part of the backward that makes weight gradients: one product per product with a weight."""
-        weighted = (s for s in layer.steps if s.flops and s.saves_input and not s.name.endswith((".core", ".norm")))
-        return sum(self._work(step, step.flops) for step in weighted if step.backward_flops)
+        """The part of the backward that can be put off: one product per weight gradient that can wait."""
+        return sum(self._work(step, step.flops) for step in layer.steps if step.name in DEFERRED)
 
     def send(self, size: int) -> float:
         """A message of ``size`` bytes between stages on different nodes."""

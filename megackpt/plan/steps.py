@@ -63,6 +63,9 @@ HEAD = (
 # With a loss chunk, logits and loss of a part of the sequence are one step: only one part's logits exist at a time.
 HEAD_CHUNK = Step("head.chunk", ("head.gather",), product=True, saves_input=True, has_internals=True)
 
+# Products whose weight gradient can wait.  The head's cannot: the gradient of the logits is too large to keep.
+DEFERRED = tuple(s.name for s in BLOCK if s.product and s.name != "attn.core")
+
 BLOCK_NAMES = tuple(s.name for s in BLOCK)
 NORMS = tuple(s.name for s in BLOCK if s.name.endswith(".norm"))
 GATHERS = tuple(s.name for s in (*BLOCK, *HEAD) if s.collective == "all_gather")

@@ -19,6 +19,7 @@ from megackpt.config.run import RunConfig
 from megackpt.data.build import Datasets, SampleCounts, build_datasets, build_mock_datasets
 from megackpt.data.gpt_dataset import SampleFormat
 from megackpt.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
+from megackpt.mesh.deferred import DeferredSink
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, records
 from megackpt.mesh.process_mesh import ProcessMesh
@@ -61,6 +62,7 @@ class Trainer:
     tiers: dict[str, Tier]
     account: KeptBytes
     buffer: GradientBuffer
+    deferred: DeferredSink | None
     optimizer: MasterOptimizer
     learning_rate: LearningRate
     scaler: LossScaler
@@ -78,11 +80,12 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
 
     ledger = RngLedger(defaults=False)  # the model draws from its streams only
     buffer = GradientBuffer()
+    deferred = DeferredSink(buffer) if config.parallel.splits_backward else None
     tp = TensorParallel.create(
         mesh,
         sequence_parallel=config.parallel.sequence_parallel,
         ledger=ledger,
-        sink=buffer,
+        sink=buffer if deferred is None else deferred,
         dtype=precision.params_dtype,
         device=seam.device,
         seed=config.train.seed,
@@ -114,6 +117,7 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         tiers=build_tiers(own_plans(plan, mesh.pp.index), tp),
         account=KeptBytes(),
         buffer=buffer,
+        deferred=deferred,
         optimizer=MasterOptimizer(buffer, config.optimizer),
         learning_rate=LearningRate.from_config(config.optimizer, config.train, config.batch),
         scaler=LossScaler.from_config(config.precision),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ from megackpt.optim.norm import clip_, gradient_statistics, params_norm
 from megackpt.pipeline.boundary import StageResult, TensorSpec
 from megackpt.pipeline.executor import Executor
 from megackpt.pipeline.stages import chunk_specs
-from megackpt.plan.schedule import interleaved
+from megackpt.plan.schedule import generator
 from megackpt.plan.slots import slots_of
 from megackpt.recompute import Tape
 from megackpt.train.build import Trainer
@@ -67,7 +66,8 @@ class Stepper:
             trainer.mesh,
             self._forward,
             [chunk_specs(piece, (TensorSpec(shape, trainer.precision.params_dtype),)) for piece in trainer.pieces],
-            schedule=partial(interleaved, chunks=len(trainer.chunks)),
+            schedule=generator(config.parallel.schedule, len(trainer.chunks)),
+            deferred=trainer.deferred,
             open_tape=self._open_tape,
             device=trainer.seam.device,
             timeout_s=config.parallel.timeout_minutes * 60,

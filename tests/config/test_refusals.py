@@ -280,6 +280,26 @@ TABLE = [
         2,
         "--pipeline-model-parallel-layout says what --decoder-last-pipeline-num-layers says too: give one of them.",
     ),
+    (
+        "",
+        "--pipeline-model-parallel-size 2 --pipeline-schedule zbv",
+        2,
+        "--pipeline-schedule takes 1f1b, gpipe or zb-h1; got 'zbv'.",
+    ),
+    (
+        "",
+        "--pipeline-schedule zb-h1",
+        1,
+        "--pipeline-schedule zb-h1 fills the gaps between several stages. Nearest valid:"
+        " --pipeline-model-parallel-size 2, or --pipeline-schedule 1f1b.",
+    ),
+    (
+        "",
+        "--pipeline-schedule gpipe --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        2,
+        "--pipeline-schedule gpipe has one chunk per stage, and several are asked for. Nearest valid:"
+        " --pipeline-schedule 1f1b, or leave the chunks out.",
+    ),
     ("", "--distributed-timeout-minutes 0", 1, "--distributed-timeout-minutes must be above 0; got 0.0."),
     ("", "--distributed-backend mpi", 1, "--distributed-backend takes nccl or gloo; got 'mpi'."),
     ("", "--device tpu", 1, "--device takes cpu or cuda; got 'tpu'."),

@@ -179,7 +179,7 @@ def test_misuse_is_refused() -> None:
     (texts,) = run_distributed(misuse, 1)
     assert "the last stage's forward returns a StageResult, got tuple" in texts[0]
     assert "the loss must be a scalar, got shape [2]" in texts[1]
-    assert texts[2] == "no method runs actions of kind W"
+    assert texts[2] == "a schedule with W actions needs a sink that puts weight gradients off"
     assert "at least 1 micro-batch, got 0" in texts[3]
     assert texts[4] == "stage 0 of 1 has no neighbour beyond its end of the model"
     assert texts[5] == "a single stage has one chunk, got specs for 2"

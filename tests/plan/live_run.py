@@ -58,6 +58,7 @@ def layout_of(trainer: Trainer) -> PlanLayout:
         micro_batch=config.batch.micro_batch_size,
         sequence_parallel=config.parallel.sequence_parallel,
         act_bytes=trainer.precision.activation_bytes,
+        schedule=config.parallel.schedule,
         device="cpu",
         tp_rank=trainer.mesh.tp.index,
     )
