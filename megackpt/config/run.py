@@ -49,6 +49,11 @@ class RunConfig:
                 "--distribute-saved-activations contradicts --sequence-parallel: with it boundaries are split along the"
                 " sequence already. Leave --distribute-saved-activations out."
             )
+        if self.train.deterministic_mode and self.model.compile:
+            raise UsageError(
+                "--deterministic-mode contradicts --compile: the compiler chooses kernels by their time, and another"
+                " run may get others. Leave --compile out."
+            )
         if "attn.rope" in self.recompute.modules and self.model.position_embedding_type != "rope":
             raise UsageError(
                 "--recompute-modules attn.rope contradicts --position-embedding-type"

@@ -21,6 +21,8 @@ class TrainConfig:
     exit_interval: int | None = None
     """Stop, saving, at an iteration that this divides."""
     seed: int = 1234
+    deterministic_mode: bool = False
+    """Two runs of the same commands on the same machines are equal to the bit, or the run is refused."""
     max_skipped_iterations: int = 10
     """Steps in a row without finite gradients that end the run; those that lower the loss scale do not count."""
     check_for_nan: bool = True

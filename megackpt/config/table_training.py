@@ -240,6 +240,14 @@ ROWS: tuple[Flag, ...] = (
         implies=(("grad-reduce-in-bf16", False),),
     ),
     works(
+        "--deterministic-mode",
+        TRAINING,
+        "switch",
+        "train.deterministic_mode",
+        "Two runs of the same commands on the same machines are equal to the bit: deterministic kernels and"
+        " reductions, one thread per process on a CPU; what is not deterministic is refused.",
+    ),
+    works(
         "--loss-scale",
         TRAINING,
         "float",
@@ -346,7 +354,6 @@ ROWS: tuple[Flag, ...] = (
         "use --exit-interval, or --train-iters with --save-interval.",
     ),
     later("--exit-signal-handler", TRAINING, "switch", "use --save-interval."),
-    later("--deterministic-mode", TRAINING, "switch"),
     later("--use-precision-aware-optimizer", TRAINING, "switch"),
     later("--optimizer-cpu-offload", TRAINING, "switch"),
 )

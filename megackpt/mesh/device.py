@@ -6,6 +6,7 @@ Elsewhere device and backend are values and there is one code path.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,6 +60,13 @@ class _CudaEvent:
         return earlier.event.elapsed_time(self.event)
 
 
+_DETERMINISTIC_CUDA: Mapping[str, tuple[str, ...]] = {
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    "NCCL_ALGO": ("Ring", "Tree", "CollnetDirect", "CollnetChain", "^NVLS"),  # in-switch sums have no order
+}
+"""Variable of the environment -> values that keep products and reductions deterministic; the first is the default."""
+
+
 @dataclass(frozen=True)
 class DeviceSeam:
     """One device of this process and the communication backend that serves it."""
@@ -94,6 +102,29 @@ class DeviceSeam:
             )
         torch.cuda.set_device(local_rank)
         return DeviceSeam("cuda", torch.device("cuda", local_rank), backend)
+
+    def make_deterministic(self, environment: MutableMapping[str, str]) -> None:
+        """Make two runs of the same commands equal to the bit, or raise UsageError where something forbids it.
+
+        Call it before the device and its communicators are first used: `environment` (of this process) is read then.
+        """
+        torch.use_deterministic_algorithms(True)
+        # Else every torch.empty is filled, for the sake of programs that read what they have not written.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+        if self.kind == "cpu":
+            torch.set_num_threads(1)  # sums of several threads are added as they come
+            return
+        for variable, allowed in _DETERMINISTIC_CUDA.items():
+            value = environment.setdefault(variable, allowed[0])
+            if value not in allowed:
+                raise UsageError(
+                    f"--deterministic-mode contradicts {variable}={value} in the environment. Leave it out, or choose"
+                    f" {' or '.join(allowed)}."
+                )
+        torch.backends.cudnn.benchmark = False  # it chooses kernels by their time
+        # These two sum the gradient of keys and values in any order; flash attention and the plain one remain.
+        torch.backends.cuda.enable_mem_efficient_sdp(False)
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def synchronize(self) -> None:
         """Wait until all work queued on the device is done."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +38,8 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> int:
         seam = DeviceSeam.create(config.parallel.device, launch.local_rank, config.parallel.backend)
         if seam.kind == "cpu" and launch.world_size > 1:
             torch.set_num_threads(1)  # ranks share the cores
+        if config.train.deterministic_mode:
+            seam.make_deterministic(os.environ)
         refuse_ahead(config, seam)
         init_process_group(config.parallel, launch, seam)
         try:

@@ -34,7 +34,7 @@ from megackpt.train.build import Trainer
 @dataclass(frozen=True)
 class StepOutcome:
     """What one step did, the same on all ranks.  ``skipped``: the gradient was not finite and nothing was updated;
-    the loss scale is the one that it used."""
+    the loss scale is that of the next step, as Megatron prints it."""
 
     loss: float
     tokens: int
@@ -136,7 +136,6 @@ class Stepper:
         trainer, logging = self.trainer, self.trainer.config.logging
         statistics = gradient_statistics(trainer.buffer, trainer.mesh, count_zeros=logging.log_num_zeros_in_grad)
         total, tokens = totals
-        loss_scale = trainer.scaler.scale
         rates = trainer.learning_rate(consumed_samples)
         healthy = statistics.finite and math.isfinite(total)
         if healthy:
@@ -154,7 +153,7 @@ class Stepper:
             params_norm=norm,
             learning_rate=rates.rate,
             decoupled_learning_rate=rates.decoupled,
-            loss_scale=loss_scale,
+            loss_scale=trainer.scaler.scale,
             samples=self.samples,
             skipped=not healthy,
         )

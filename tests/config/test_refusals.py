@@ -658,6 +658,14 @@ TABLE = [
     ("", "--fp16 --loss-scale 0", 1, "--loss-scale must be above 0; got 0.0."),
     ("", "--fp16 --hysteresis 0", 1, "--hysteresis must be at least 1; got 0."),
     ("", "--max-skipped-iterations 0", 1, "--max-skipped-iterations must be at least 1; got 0."),
+    (
+        "",
+        "--deterministic-mode --compile",
+        1,
+        "--deterministic-mode contradicts --compile: the compiler chooses kernels by their time, and another run may"
+        " get others. Leave --compile out.",
+    ),
+    ("", "--check-replicas-interval 0", 1, "--check-replicas-interval must be at least 1; got 0."),
     # a batch that grows
     (
         "--train-iters",

@@ -28,7 +28,8 @@ _WORKS = """
 --eval-iters --train-iters --adam-beta1 --adam-beta2 --lr-decay-iters --bf16 --fp16 --train-samples --lr-warmup-fraction
 --seed --finetune --lr-decay-samples --lr-warmup-samples --lr-warmup-iters --exit-interval --adam-eps --optimizer
 --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler --decoupled-lr
---rampup-batch-size --loss-scale --initial-loss-scale --hysteresis --no-check-for-nan-in-loss-and-grad
+--deterministic-mode --rampup-batch-size --loss-scale --initial-loss-scale --hysteresis
+--no-check-for-nan-in-loss-and-grad
 --tensor-model-parallel-size --pipeline-model-parallel-size --sequence-parallel --distributed-backend
 --distributed-timeout-minutes
 --num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank

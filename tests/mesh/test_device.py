@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -58,3 +59,38 @@ def test_cuda_seam() -> None:
     end.record()
     end.synchronize()
     assert end.milliseconds_since(start) >= 0
+
+
+@pytest.fixture
+def torch_as_before() -> Iterator[None]:
+    cuda, threads = torch.backends.cuda, torch.get_num_threads()
+    before = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.set_num_threads(threads)
+    cuda.enable_mem_efficient_sdp(before[0])
+    cuda.enable_cudnn_sdp(before[1])
+
+
+def test_deterministic_cpu(torch_as_before: None) -> None:
+    torch.set_num_threads(2)
+    environment: dict[str, str] = {"NCCL_ALGO": "NVLS"}  # is nothing to a CPU
+    DeviceSeam.create("cpu").make_deterministic(environment)
+    assert torch.are_deterministic_algorithms_enabled() and torch.get_num_threads() == 1
+    assert environment == {"NCCL_ALGO": "NVLS"}
+
+
+def test_deterministic_cuda_sets_what_must_be_set_and_refuses_the_rest(torch_as_before: None) -> None:
+    """What is set needs no device."""
+    seam = DeviceSeam("cuda", torch.device("cuda", 0), "nccl")
+    environment = {"NCCL_ALGO": "Tree"}
+    seam.make_deterministic(environment)
+    assert environment == {"NCCL_ALGO": "Tree", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    assert torch.are_deterministic_algorithms_enabled()
+    cuda = torch.backends.cuda
+    assert not cuda.mem_efficient_sdp_enabled() and not cuda.cudnn_sdp_enabled() and cuda.flash_sdp_enabled()
+    with pytest.raises(UsageError, match="--deterministic-mode contradicts NCCL_ALGO=NVLS in the environment"):
+        seam.make_deterministic({"NCCL_ALGO": "NVLS"})
+    with pytest.raises(UsageError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 .* choose :4096:8 or :16:8"):
+        seam.make_deterministic({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})

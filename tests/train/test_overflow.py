@@ -66,10 +66,11 @@ class Injector:
 def spoilt_steps(
     rank: int, world_size: int, flags: Flags, layout: Layout, faults: Faults, count: int
 ) -> tuple[list[bool], list[float], int]:
-    """Skipped steps, the scale of each step and of the next, and the updates done.  Skipped steps change no weight."""
+    """Skipped steps, the scale before the first step and after each, and the updates done.  A skipped step changes no
+    weight."""
     trainer = built(flags, layout)
     injector, stepper = Injector(trainer, rank, faults), Stepper(trainer)
-    skipped, scales = [], []
+    skipped, scales = [], [trainer.scaler.scale]
     with loader(trainer, trainer.datasets.train, 0) as batches:
         for step in range(count):
             injector.step = step
@@ -81,7 +82,7 @@ def spoilt_steps(
             assert same == outcome.skipped, step
             assert math.isfinite(outcome.loss)
     assert all(bool(torch.isfinite(p).all()) for p, _ in trainer.parameters)
-    return skipped, [*scales, trainer.scaler.scale], trainer.optimizer.step_count
+    return skipped, scales, trainer.optimizer.step_count
 
 
 INF, NAN = math.inf, math.nan
@@ -141,8 +142,8 @@ def test_resume_in_mid_window_continues_the_series(tmp_path: Path) -> None:  # M
     whole = logged(tmp_path / "whole.jsonl", *WATCHED)
     assert len(whole) == 24 and logged(tmp_path / "parts.jsonl", *WATCHED) == whole
     scales = [scale for *_, scale, _ in whole]
-    assert scales[9] == scales[10] == scales[11] < scales[12], "two good steps of three lie before the cut"
-    assert scales[9] < scales[2] < scales[0] and scales[13] > scales[14]
+    assert scales[8] == scales[9] == scales[10] < scales[11], "two good steps of three lie before the cut"
+    assert scales[8] < scales[1] < scales[0] and scales[12] > scales[13]
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------
