@@ -121,7 +121,10 @@ def _check_cover(tensors: dict[str, StoredTensor]) -> None:
 def _without_copies(by_rank: Sequence[Sequence[Kind]]) -> list[list[Kind]]:
     """DCP's deduplication, evenly by size, and its check that the parts of a tensor neither overlap nor leave gaps."""
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    plans, _ = planner.create_global_plan([SavePlan([_write_item(kind) for kind in kinds]) for kinds in by_rank])
+    try:
+        plans, _ = planner.create_global_plan([SavePlan([_write_item(kind) for kind in kinds]) for kinds in by_rank])
+    except ValueError as error:
+        raise CheckpointError(f"the parts that ranks hold overlap or leave gaps: {error}") from error
     return [
         [kind for kind, wanted in _matching(kinds, plan) if wanted] for kinds, plan in zip(by_rank, plans, strict=True)
     ]
