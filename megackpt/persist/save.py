@@ -135,6 +135,13 @@ class Saver:
             raise
         return path
 
+    def close(self) -> Path | None:
+        """Like `finish`, and what is being deleted is deleted."""
+        path = self.finish()
+        if self._removal is not None:
+            self._removal.result()
+        return path
+
     def abandon(self) -> None:
         """Stop writing without asking the other ranks, who may be gone. The next start removes what is there."""
         flight, self._flight = self._flight, None

@@ -98,7 +98,7 @@ class DocumentReader:
         except pickle.UnpicklingError as error:
             first = str(error).strip().splitlines()[0]
             raise ValueError(f"{self.name} is refused: it holds more than tensors and plain values ({first})") from None
-        except (RuntimeError, EOFError, KeyError, IndexError, AttributeError, TypeError) as error:
+        except Exception as error:  # of any kind: the reader of a damaged file stumbles where it will
             raise ValueError(f"{self.name} cannot be read by torch ({str(error).strip()[:200]})") from None
 
     def close(self) -> None:

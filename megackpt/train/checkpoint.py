@@ -64,7 +64,7 @@ class Saves:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._saver and (kind is None or issubclass(kind, UsageError | TrainingStopped)):
-            self._tell(self._saver.finish())
+            self._tell(self._saver.close())
         elif self._saver:
             self._saver.abandon()
 
