@@ -26,7 +26,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "model": ("tensor", "recompute", "mesh", "config", "plan"),
     "pipeline": ("mesh", "plan", "recompute"),
     "precision": ("mesh", "config", "tensor", "recompute"),
-    "optim": ("mesh", "config", "precision"),
+    "optim": ("mesh", "config", "precision", "plan"),
     "data": ("config", "mesh"),
     "persist": ("mesh", "config"),
     "observe": ("config", "plan"),
@@ -34,7 +34,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": (*LOWER, "train"),
 }
 # A room that may import only part of another.
-ONLY_MODULES = {("model", "plan"): (f"{PACKAGE}.plan.steps",)}
+ONLY_MODULES = {("model", "plan"): (f"{PACKAGE}.plan.steps",), ("optim", "plan"): (f"{PACKAGE}.plan.buffers",)}
 # Rooms that must load without torch: third-party packages they may import at all.
 THIRD_PARTY = {"plan": ("numpy",), "config": ("yaml",)}
 # Packages that may be missing or are slow to load: the only imports allowed inside a function (cli/ is free to).

@@ -32,9 +32,9 @@ WITHOUT_SIZE = ("optimizer", "train", "data", "checkpoint", "logging")
 FIT_TO_PLAN: Layer = {"lr": 1.0, "train-iters": 1, "mock-data": True}
 
 # Flags that the planner reads itself, whether this version's trainer runs them or not.
-DISTRIBUTED, CONTEXT = "use-distributed-optimizer", "context-parallel-size"
+CONTEXT = "context-parallel-size"
 TOKENIZER, MERGES, PADDED = "tokenizer-type", "merge-file", "padded-vocab-size"
-PLANNED = (DISTRIBUTED, CONTEXT, TOKENIZER, MERGES, PADDED)
+PLANNED = (CONTEXT, TOKENIZER, MERGES, PADDED)
 
 # Vocabularies of tokenizers that scripts name without saying their size.
 VOCABULARIES = {"GPT2BPETokenizer": 50257, "Llama2Tokenizer": 32000}
@@ -182,11 +182,8 @@ def _config(values: Layer, world: int, notices: list[str]) -> tuple[RunConfig, i
     context = _number(given, CONTEXT, 1)
     if context < 1 or world % context:
         raise UsageError(f"--world-size {world} is not divisible by --context-parallel-size {context}.")
-    for key in (DISTRIBUTED, CONTEXT):
-        flag = BY_KEY[key]
-        asked = given.get(key, False)
-        if (asked is True or (asked is not False and asked != 1)) and flag.state == "later":
-            notices.append(f"{flag.name} is planned; this version's trainer does not run it")
+    if context > 1 and BY_KEY[CONTEXT].state == "later":
+        notices.append(f"--{CONTEXT} is planned; this version's trainer does not run it")
     vocab = _vocabulary(given)
     given["vocab-size"] = vocab
     rest = {key: value for key, value in given.items() if key not in PLANNED}
@@ -221,7 +218,8 @@ def _layout(config: RunConfig, values: Layer, machine: Machine) -> Layout:
         sequence_parallel=parallel.sequence_parallel,
         act_bytes=config.precision.params_bytes,
         grad_bytes=config.precision.grad_bytes,
-        sharded_optimizer=bool(values.get(DISTRIBUTED)),
+        sharded_optimizer=config.parallel.distributed_optimizer,
+        bucket_size=config.parallel.bucket_size or 0,
         schedule=parallel.schedule,
         device=device,
     )

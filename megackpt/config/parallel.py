@@ -41,6 +41,14 @@ class ParallelConfig:
     world_size: int = 1
     sequence_parallel: bool = False
     """Norms, residuals and dropout are split over tp along the sequence.  Off when tensor is 1: nothing to split."""
+    distributed_optimizer: bool = False
+    """Each data-parallel rank updates its share of the parameters and keeps the optimizer's state for that alone."""
+    bucket_size: int | None = None
+    """Elements of a bucket of gradients, at least; None = Megatron's 40 million or 1 million per data-parallel rank."""
+    overlap_grad_reduce: bool = False
+    """A bucket is reduced as soon as its last gradient of the step is there."""
+    overlap_param_gather: bool = False
+    """Updated parameters are gathered while the next forward has begun."""
     backend: str | None = None
     """None = nccl on GPUs, gloo on CPUs."""
     device: str | None = None
@@ -72,6 +80,12 @@ class ParallelConfig:
             raise UsageError(
                 "--distributed-backend nccl contradicts --device cpu: nccl moves GPU memory only."
                 " Use --distributed-backend gloo, or leave it out."
+            )
+        at_least("--ddp-bucket-size", self.bucket_size, 1)
+        if self.overlap_param_gather and not self.distributed_optimizer:
+            raise UsageError(
+                "--overlap-param-gather needs --use-distributed-optimizer: without it no rank lacks parameters."
+                " Add --use-distributed-optimizer, or leave --overlap-param-gather out."
             )
         self._check_chunks()
         self._check_world()

@@ -67,7 +67,9 @@ def layout_numbers(config: RunConfig, pieces: Sequence[Sequence[range]], device:
         sequence_parallel=parallel.sequence_parallel,
         act_bytes=config.precision.params_bytes,
         grad_bytes=config.precision.grad_bytes,
-        schedule=config.parallel.schedule,
+        sharded_optimizer=parallel.distributed_optimizer,
+        bucket_size=parallel.bucket_size or 0,
+        schedule=parallel.schedule,
         device=device,
     )
 

@@ -2,13 +2,14 @@
 
 A parameter counts once, whatever the layout: a sharded one on all tp ranks (each has another part), a
 replicated one on tp rank 0, a tied one on the stage whose record says `counted`.  Data-parallel ranks hold
-the same values and need no communication.  Squares are summed in fp64: in fp32 a plain sum over some million
-elements is off by 1e-5 to 1e-3, more than the difference between layouts that must be seen.
+the same values, or with a sharded optimizer each its shards.  Squares are summed in fp64: in fp32 a plain sum over
+some million elements is off by 1e-5 to 1e-3, more than the difference between layouts that must be seen.
 
 All ranks get the same bits, which matters because they scale their copies of replicated weights by it.  So
-the partial sums are not added by the collective, whose order may differ between groups: every rank writes
-into its own slot of a vector of zeros, and after one all-reduce over tp × pp all ranks add the slots in the
-same order.
+the partial sums are not added by the collective, whose order may differ between groups: there is a slot for every
+rank of the model and every data-parallel shard, each is written by whoever has that shard (every data-parallel rank
+where nothing is sharded), and after one all-reduce over tp × pp, or over all ranks, all add the slots in the same
+order.  The sums are those of shards in both modes, so a sharded optimizer clips by the same factor to the last bit.
 """
 
 from __future__ import annotations
@@ -50,24 +51,33 @@ def gradient_statistics(
 
     Padding rows of the vocabulary are not counted as zeros: the number does not depend on the padding.
     """
-    counted = [entry for entry in buffer.entries if is_counted(entry.record, mesh)]
-    copies = [entry for entry in buffer.entries if not is_counted(entry.record, mesh)]
-    values = [squared_norm([e.gradient for e in entries], buffer.flat.device) for entries in (counted, copies)]
-    if count_zeros:
-        real = [without_padding(entry.gradient, entry.record, mesh) for entry in counted]
-        zeros = [part.numel() - torch.count_nonzero(part) for part in real]
-        values.append(torch.stack(zeros).sum() if zeros else torch.zeros_like(values[0]))
-    totals = _sum_over_model(values, mesh)
+    shards = {}
+    for rank in buffer.finished_ranks:
+        counted = [part for part in buffer.parts[rank] if is_counted(part.record, mesh)]
+        copies = [part for part in buffer.parts[rank] if not is_counted(part.record, mesh)]
+        values = [squared_norm([part.gradient for part in parts], buffer.flat.device) for parts in (counted, copies)]
+        if count_zeros:
+            real = [without_padding(part.gradient, part.record, mesh, part.first) for part in counted]
+            zeros = [one.numel() - torch.count_nonzero(one) for one in real]
+            values.append(torch.stack(zeros).sum() if zeros else torch.zeros_like(values[0]))
+        shards[rank] = values
+    totals = _sum_over_model(shards, mesh, buffer.dp.size)
     finite = math.isfinite(totals[0]) and math.isfinite(totals[1])
     return GradientStatistics(math.sqrt(totals[0]), finite, int(totals[2]) if count_zeros else None)
 
 
-def params_norm(parameters: Iterable[tuple[Tensor, ParameterRecord]], mesh: ProcessMesh) -> float:
-    """L2 norm of all parameters of the model (give masters where there are any).  One all-reduce."""
+def params_norm(
+    parameters: Iterable[tuple[Tensor, ParameterRecord]], mesh: ProcessMesh, *, sharded: bool = False
+) -> float:
+    """L2 norm of all parameters of the model (give masters where there are any).  One all-reduce.
+
+    `sharded`: `parameters` are those parts that lie in this data-parallel rank's shards.
+    """
     pairs = list(parameters)
     device = pairs[0][0].device if pairs else torch.device("cpu")
     square = squared_norm([tensor for tensor, record in pairs if is_counted(record, mesh)], device)
-    return math.sqrt(_sum_over_model([square], mesh)[0])
+    ranks, own = (mesh.dp.size, mesh.dp.index) if sharded else (1, 0)
+    return math.sqrt(_sum_over_model({own: [square]}, mesh, ranks)[0])
 
 
 def clip_coefficient(norm: float, max_norm: float) -> float:
@@ -96,20 +106,25 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
     return torch.stack(norms).square().sum()
 
 
-def without_padding(local: Tensor, record: ParameterRecord, mesh: ProcessMesh) -> Tensor:
-    """View of the rows of a local tensor that exist in the unpadded parameter (possibly none)."""
+def without_padding(local: Tensor, record: ParameterRecord, mesh: ProcessMesh, first: int) -> Tensor:
+    """View of the elements that exist in the unpadded parameter (possibly none); `local` are those of the flattened
+    local tensor from `first` on."""
     if record.valid_rows is None:
         return local
-    first = mesh.tp.index * local.shape[0] if record.shard_dim == 0 else 0
-    return local[: max(0, record.valid_rows - first)]
+    shape = record.local_shape(mesh.tp.size)
+    above = mesh.tp.index * shape[0] if record.shard_dim == 0 else 0
+    valid = max(0, record.valid_rows - above) * math.prod(shape[1:])
+    return local[: max(0, valid - first)]
 
 
-def _sum_over_model(values: list[Tensor], mesh: ProcessMesh) -> list[float]:
-    local = torch.stack([value.to(torch.float64) for value in values])
-    axis = mesh.model
-    if axis.size == 1:
-        return local.tolist()
-    slots = torch.zeros(axis.size, len(values), dtype=torch.float64, device=local.device)
-    slots[axis.index] = local
-    dist.all_reduce(slots, group=axis.group)
-    return slots.sum(0).tolist()
+def _sum_over_model(shards: dict[int, list[Tensor]], mesh: ProcessMesh, ranks: int) -> list[float]:
+    """Sums over tp × pp and all `ranks` shards of the values that this rank has for some of the shards."""
+    own = {rank: torch.stack([value.to(torch.float64) for value in values]) for rank, values in shards.items()}
+    some = next(iter(own.values()))
+    slots = torch.zeros(mesh.model.size, ranks, some.numel(), dtype=torch.float64, device=some.device)
+    for rank, values in own.items():
+        slots[mesh.model.index, rank] = values
+    axis = mesh.model if len(own) == ranks else mesh.world
+    if axis.size > 1:
+        dist.all_reduce(slots, group=axis.group)
+    return slots.flatten(0, 1).sum(0).tolist()

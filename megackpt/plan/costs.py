@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megackpt.plan.buffers import scratch_rows
 from megackpt.plan.numbers import Layout, ModelNumbers, Widths
 
 Row = dict[str, Any]
@@ -86,11 +87,11 @@ def _reduce(layout: Layout, x: Widths) -> Row:
 def _product(
     layout: Layout, x: Widths, inputs: int, outputs: int, *, column: bool, strided: bool = False
 ) -> Row:
-    """[rows, inputs] @ [inputs, outputs].  A 16-bit weight gradient exists for a moment before it is added to the wide
-    buffer; a strided input is copied for a kernel that wants rows."""
+    """[rows, inputs] @ [inputs, outputs].  Of a 16-bit weight gradient a block of rows exists before it is added to
+    the wide buffer; a strided input is copied for a kernel that wants rows."""
     w = x.act
     copy = x.rows * inputs * w if strided else 0
-    weight_gradient = inputs * outputs * w if x.act != x.grad else 0
+    weight_gradient = _narrow_product(outputs, inputs, x)
     flops = 2 * x.rows * inputs * outputs
     row: Row = {
         "output_bytes": x.rows * outputs * w,
@@ -103,6 +104,10 @@ def _product(
     if column and layout.t > 1 and not layout.sequence_parallel:
         row |= {"backward_collective": "all_reduce", "collective_bytes": x.rows * inputs * w}
     return row
+
+
+def _narrow_product(rows: int, columns: int, x: Widths) -> int:
+    return scratch_rows(rows, columns) * columns * x.act if x.act != x.grad else 0
 
 
 def _qkv(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
@@ -327,7 +332,7 @@ def _chunk(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     logits, hidden = rows * x.vocab * x.act, x.rows * x.hidden * x.act
     before = (x.rows - rows) * x.hidden * x.act  # the first part is the last to go back: the others' gradients wait
     inside = loss["internal_bytes"]  # gone when the products' backward runs
-    weight_gradient = x.hidden * x.vocab * x.act if x.act != x.grad else 0
+    weight_gradient = _narrow_product(x.vocab, x.hidden, x)
     return product | {
         "output_bytes": x.rows * x.wide,
         "internal_bytes": inside,

@@ -97,6 +97,7 @@ class Layout:
     act_bytes: int = 2  # of weights and activations: 2 (bf16, fp16), 4 (fp32), 8 (fp64)
     grad_bytes: int = 0  # of main gradients; 0: wide_bytes
     sharded_optimizer: bool = False
+    bucket_size: int = 0  # elements of a bucket of gradients; 0: Megatron's default
     schedule: str = "1f1b"
     device: str = "cuda"  # kernels differ in what they save
     tp_rank: int | None = None  # ranks differ only in padded vocabulary; None: the one that has most to do

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from megackpt.plan.buffers import ALIGNMENT, BufferLayout, Member, default_bucket_size, lay_out
 from megackpt.plan.numbers import Layout, ModelNumbers
 
 
@@ -81,6 +83,79 @@ def stage_parameters(model: ModelNumbers, layout: Layout, stage: int) -> Paramet
     for chunk in range(layout.v):
         count += parameters(model, layout, stage, chunk)
     return count
+
+
+def stage_members(model: ModelNumbers, layout: Layout, stage: int) -> list[Member]:
+    """The parameters of a stage as the trainer's buffers get them: chunk after chunk in the order of the modules."""
+    members: list[Member] = []
+    for chunk, layers in enumerate(layout.pieces[stage]):
+        first, last = layout.is_first(stage, chunk), layout.is_last(stage, chunk)
+        table = model.padded_vocab // layout.t * model.hidden
+        apart = model.tied and first != last  # the two ends lie in different pieces
+        if first or (last and model.tied):
+            members.append(Member(table, tied=apart, early=not first))
+        if first and model.positions == "learned_absolute":
+            members.append(Member(model.max_positions * model.hidden, partial=True))
+        members += [member for _ in layers for member in _layer_members(model, layout.t)]
+        if last:
+            members += [Member(table)] * (not model.tied) + _norm_members(model)
+    return members
+
+
+def _norm_members(model: ModelNumbers) -> list[Member]:
+    return [Member(model.hidden, partial=True)] * (2 if model.norm == "LayerNorm" else 1)
+
+
+def _layer_members(model: ModelNumbers, t: int) -> list[Member]:
+    queries = model.heads * model.head_size // t
+    packed = (model.heads + 2 * model.kv_heads) * model.head_size // t
+    ffn, up = model.ffn // t, model.ffn * (2 if model.gated else 1) // t
+
+    def column(outputs: int) -> list[Member]:
+        return [Member(outputs * model.hidden)] + [Member(outputs)] * model.biases
+
+    def row(inputs: int) -> list[Member]:
+        return [Member(inputs * model.hidden)] + [Member(model.hidden, partial=True)] * model.biases
+
+    norm = _norm_members(model)
+    return [*norm, *column(packed), *row(queries), *norm, *column(up), *row(ffn)]
+
+
+def stage_state(model: ModelNumbers, layout: Layout, stage: int) -> StateBytes:
+    """What one rank of a stage holds: `state_bytes` to the byte, with what fills the buckets up, and the optimizer's
+    state on the data-parallel rank that has most of it."""
+    members, ranks = stage_members(model, layout, stage), layout.d * layout.c
+    places = lay_out(members, layout.bucket_size or default_bucket_size(ranks), ranks)
+    count = sum(member.numel for member in members)
+    weights, owned = count, count
+    if layout.sharded_optimizer:
+        weights = places.total
+        owned = max(_owned(places, members, rank) for rank in range(ranks))
+    wide = layout.wide_bytes
+    return StateBytes(
+        weights=weights * layout.act_bytes,
+        gradients=places.total * layout.grad_bytes,
+        masters=owned * wide if layout.has_masters else 0,
+        moments=2 * owned * wide,
+    )
+
+
+def _owned(places: BufferLayout, members: Sequence[Member], rank: int) -> int:
+    parts = (
+        places.part(i, members[i].numel, bucket, rank) for bucket, group in enumerate(places.buckets) for i in group
+    )
+    return sum(part[1] - part[0] for part in parts if part is not None)
+
+
+def filling_bytes(model: ModelNumbers, layout: Layout) -> int:
+    """What the buffers of all stages together are filled up by, in gradients and weights: above that of any stage,
+    however the layers are split."""
+    ranks, filling = layout.d * layout.c, 0
+    for stage in range(layout.p):
+        members = stage_members(model, layout, stage)
+        places = lay_out(members, layout.bucket_size or default_bucket_size(ranks), ranks)
+        filling += places.total - sum(member.numel for member in members) + ALIGNMENT * ranks
+    return filling * (layout.grad_bytes + layout.act_bytes)
 
 
 def state_bytes(count: int, layout: Layout) -> StateBytes:

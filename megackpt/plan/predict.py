@@ -17,7 +17,7 @@ from megackpt.plan.decision import ChunkPlan, Plan
 from megackpt.plan.kept import kept_bytes
 from megackpt.plan.live import Span
 from megackpt.plan.numbers import Layout, ModelNumbers
-from megackpt.plan.parameters import stage_parameters, state_bytes
+from megackpt.plan.parameters import stage_parameters, stage_state
 from megackpt.plan.profile import Profile, profile
 from megackpt.plan.schedule import Action, destination, schedule_lists, source
 from megackpt.plan.slots import slots_of
@@ -144,7 +144,7 @@ def predict_stage(
 
 def _stage(model: ModelNumbers, layout: Layout, machine: Machine | None, walk: StageWalk) -> StagePrediction:
     count = stage_parameters(model, layout, walk.stage).total
-    state = state_bytes(count, layout)
+    state = stage_state(model, layout, walk.stage)
     peak = walk.peak
     terms = {name: getattr(state, name) for name in STATE} | {
         "activations": peak.kept - peak.ends,

@@ -29,6 +29,7 @@ from megackpt.observe.numbers import policy_of, split_of
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.lr_schedule import LearningRate
 from megackpt.optim.master import MasterOptimizer
+from megackpt.optim.reduction import GradientReduction
 from megackpt.pipeline.stages import Piece, pieces
 from megackpt.plan import ChunkPlan, Plan, plan_for
 from megackpt.plan.decision import OFFLOAD_DISK, OFFLOAD_HOST, SHARD
@@ -63,6 +64,7 @@ class Trainer:
     account: KeptBytes
     buffer: GradientBuffer
     deferred: DeferredSink | None
+    reduction: GradientReduction
     optimizer: MasterOptimizer
     learning_rate: LearningRate
     scaler: LossScaler
@@ -103,7 +105,8 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         plan = together(lambda: build_plan(config, split))
     agree(plan.digest(), "recompute plan")
 
-    buffer.attach(parameters, precision.main_grad_dtype)
+    size, sharded = config.parallel.bucket_size, config.parallel.distributed_optimizer
+    buffer.attach(parameters, precision.main_grad_dtype, dp=mesh.dp, bucket_size=size, sharded=sharded)
     return Trainer(
         config=config,
         seam=seam,
@@ -118,7 +121,8 @@ def build(config: RunConfig, seam: DeviceSeam) -> Trainer:
         account=KeptBytes(),
         buffer=buffer,
         deferred=deferred,
-        optimizer=MasterOptimizer(buffer, config.optimizer),
+        reduction=build_reduction(config, buffer, mesh),
+        optimizer=build_optimizer(config, buffer, chunks),
         learning_rate=LearningRate.from_config(config.optimizer, config.train, config.batch),
         scaler=LossScaler.from_config(config.precision),
         health=Health(config.train.max_skipped_iterations if config.train.check_for_nan else None),
@@ -138,6 +142,31 @@ def refuse_ahead(config: RunConfig, seam: DeviceSeam) -> None:
     except (UsageError, OSError):
         return
     refuse_impossible(auto_task(config, vocab, seam))
+
+
+def build_reduction(config: RunConfig, buffer: GradientBuffer, mesh: ProcessMesh) -> GradientReduction:
+    """What sums the gradients of the buffer over the ranks."""
+    sequence_parallel, overlap = config.parallel.sequence_parallel, config.parallel.overlap_grad_reduce
+    return GradientReduction(buffer, mesh, sequence_parallel=sequence_parallel, overlap=overlap)
+
+
+def build_optimizer(config: RunConfig, buffer: GradientBuffer, chunks: Sequence[GPTChunk]) -> MasterOptimizer:
+    """The optimizer.  Where it gathers parameters beside the next forward, every end and layer waits at its own
+    forward for the parameters that it uses."""
+    overlap = config.parallel.overlap_param_gather
+    optimizer = MasterOptimizer(buffer, config.optimizer, overlap_gather=overlap)
+    flat = optimizer.flat
+    if flat is None or not overlap:
+        return optimizer
+    for chunk in chunks:
+        ends = list(chunk.embedding.parameters()) if chunk.embedding is not None else []
+        if chunk.embedding is not None:
+            flat.guard(chunk.embedding, ends)
+        for layer in chunk.layers.values():
+            flat.guard(layer, layer.parameters())
+        if chunk.head is not None:
+            flat.guard(chunk.head, [*chunk.head.parameters(), *ends])  # whose weight may be the embedding's
+    return optimizer
 
 
 def build_vocabulary(config: RunConfig) -> tuple[Tokenizer | None, int]:

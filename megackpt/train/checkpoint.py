@@ -173,11 +173,15 @@ def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str]
 
 def run_state(trainer: Trainer, *, optimizer: bool, rng: bool) -> RunState:
     """This rank's tensors under their global names, live: load fills them in place."""
+    trainer.optimizer.settle()
     by_name = {record.name: (parameter, record) for parameter, record in trainer.parameters}
     shards = [NamedShard(f"model.{name}", p.detach(), record) for name, (p, record) in by_name.items()]
     if optimizer:
         for kind, tensors in trainer.optimizer.state_tensors().items():
-            shards += [NamedShard(f"optimizer.{kind}.{name}", t, by_name[name][1]) for name, t in tensors.items()]
+            shards += [
+                NamedShard(f"optimizer.{kind}.{name}", t, by_name[name][1], trainer.optimizer.flat_range(name))
+                for name, t in tensors.items()
+            ]
     return RunState(shards, random_state(trainer) if rng else {})
 
 

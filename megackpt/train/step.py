@@ -20,7 +20,6 @@ from megackpt.data.dataset import Batch
 from megackpt.data.loader import MicroBatchLoader
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.model.ends import masked_loss
-from megackpt.optim.finalize import finish
 from megackpt.optim.norm import clip_, gradient_statistics, params_norm
 from megackpt.pipeline.boundary import StageResult, TensorSpec
 from megackpt.pipeline.executor import Executor
@@ -117,18 +116,13 @@ class Stepper:
         self.samples = samples or batch.global_batch_size
         micro_batches = self.samples // (batch.micro_batch_size * trainer.mesh.dp.size)
         self._training(True)
-        trainer.buffer.zero_()
+        trainer.reduction.start(micro_batches, early=not trainer.health.last_chance)
         total, tokens = self._run(batches, micro_batches, forward_only=False)
         if trainer.health.last_chance:
             gradients = trainer.buffer.gradients()
             trainer.health.look((record, gradients[record.name]) for _, record in trainer.parameters)
         scale = self.nominal_tokens / tokens / trainer.scaler.scale if tokens else 0.0
-        finish(
-            trainer.buffer,
-            trainer.mesh,
-            sequence_parallel=trainer.config.parallel.sequence_parallel,
-            scale=scale,
-        )
+        trainer.reduction.finish(scale)
         return total, tokens
 
     def update(self, totals: tuple[float, int], consumed_samples: int) -> StepOutcome:
@@ -144,7 +138,9 @@ class Stepper:
         curable = trainer.scaler.can_fall
         trainer.scaler.update(not healthy)
         trainer.health.update(healthy, curable)
-        norm = params_norm(trainer.optimizer.masters(), trainer.mesh) if logging.log_params_norm else None
+        norm = None
+        if logging.log_params_norm:
+            norm = params_norm(trainer.optimizer.masters(), trainer.mesh, sharded=trainer.optimizer.sharded)
         return StepOutcome(
             loss=total / tokens if tokens else 0.0,
             tokens=tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ BETAS = (0.9, 0.95)
 
 def one_rank() -> ProcessMesh:
     axis = single_axis()
-    return ProcessMesh(MeshShape(), 0, MeshShape().coordinates(0), *[axis] * 11)
+    return ProcessMesh(MeshShape(), 0, MeshShape().coordinates(0), *[axis] * (len(fields(ProcessMesh)) - 3))
 
 
 def record(name: str, parameter: Tensor, **fields: object) -> ParameterRecord:

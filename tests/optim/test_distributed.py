@@ -23,7 +23,7 @@ from megackpt.config.parallel import ParallelConfig
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, gather_full, local_shard
 from megackpt.mesh.process_mesh import ProcessMesh
-from megackpt.optim import GradientBuffer, clip_, finish, gradient_statistics, params_norm
+from megackpt.optim import GradientBuffer, GradientReduction, clip_, gradient_statistics, params_norm
 from tests.optim.helpers import adamw, draw
 from tests.pool import run_distributed
 
@@ -91,7 +91,7 @@ def stage_buffer(mesh: ProcessMesh, dtype: torch.dtype) -> GradientBuffer:
         start = draw(*record.global_shape, seed=list(RECORDS).index(name))
         pairs.append((Parameter(local_shard(start, record, mesh.tp).to(dtype, copy=True)), record))
     buffer = GradientBuffer()
-    buffer.attach(pairs)
+    buffer.attach(pairs, dp=mesh.dp)
     return buffer
 
 
@@ -132,7 +132,7 @@ def reduced_step(
     buffer = stage_buffer(mesh, torch.float64)
     accumulate(buffer, mesh, sequence_parallel)
     with CountedAllReduce() as in_finish:
-        finish(buffer, mesh, sequence_parallel=sequence_parallel, scale=SCALE)
+        GradientReduction(buffer, mesh, sequence_parallel=sequence_parallel).finish(SCALE)
     with CountedAllReduce() as in_norm:
         statistics = gradient_statistics(buffer, mesh, count_zeros=True)
     gradients = {e.record.name: gather_full(e.gradient, e.record, mesh.tp) for e in buffer.entries}
@@ -143,7 +143,8 @@ def reduced_step(
         "params_norm": params_norm([(e.parameter, e.record) for e in buffer.entries], mesh),
         "in_finish": in_finish,
         "in_norm": in_norm,
-        "sizes": (buffer.partial.numel(), buffer.flat.numel()),
+        "partial": buffer.partial.numel(),
+        "buckets": [bucket.numel() for bucket in buffer.buckets],
         "stage": mesh.pp.index,
     }
 
@@ -172,10 +173,10 @@ def test_gradients_norm_and_collectives(tp: int, dp: int, pp: int, sequence_para
         assert result["zeros"] == 6
         assert result["params_norm"] == pytest.approx(start_norm(), rel=1e-12)
 
-        partial, flat = result["sizes"]
-        expected = [partial] * (sequence_parallel and tp > 1) + [flat] * (dp > 1) + [12 // tp * 6] * (pp > 1)
+        buckets = result["buckets"] if dp > 1 else []
+        expected = [result["partial"]] * (sequence_parallel and tp > 1) + buckets + [12 // tp * 6] * (pp > 1)
         assert result["in_finish"] == expected
-        assert result["in_norm"] == ([tp * pp * 3] if tp * pp > 1 else [])
+        assert result["in_norm"] == ([tp * pp * dp * 3] if tp * pp > 1 else [])
 
 
 def trained(rank: int, world_size: int, tp: int, dp: int, pp: int, steps: int, name: str) -> dict[str, Any]:
@@ -183,12 +184,13 @@ def trained(rank: int, world_size: int, tp: int, dp: int, pp: int, steps: int, n
     dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[name]
     buffer = stage_buffer(mesh, dtype)
     optimizer = adamw(buffer)
+    reduction = GradientReduction(buffer, mesh, sequence_parallel=tp > 1)
     coefficients = []
     for step in range(steps):
-        buffer.zero_()
+        reduction.start(1)
         accumulate(buffer, mesh, sequence_parallel=tp > 1)
         buffer.scale_(1 + 0.1 * math.sin(step))
-        finish(buffer, mesh, sequence_parallel=tp > 1, scale=SCALE)
+        reduction.finish(SCALE)
         coefficients.append(clip_(buffer, gradient_statistics(buffer, mesh).norm, 0.01))
         optimizer.step(1e-2)
     masters = {record.name: master for master, record in optimizer.masters()}

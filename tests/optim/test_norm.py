@@ -71,7 +71,7 @@ def test_clip_coefficient(norm: float, limit: float, expected: float) -> None:
 
 def test_clipping_scales_to_the_limit_and_leaves_smaller_gradients_alone() -> None:
     buffer = buffer_of({"w": torch.zeros(1000, dtype=torch.float64)})
-    buffer.flat.copy_(draw(1000, seed=0))
+    buffer.gradients()["w"].copy_(draw(1000, seed=0))
     before = buffer.flat.clone()
     norm = gradient_statistics(buffer, one_rank()).norm
     clip_(buffer, norm, norm * 2)
@@ -87,7 +87,7 @@ def test_rate_zero_repeats_the_same_norm(dtype: torch.dtype) -> None:  # LS-06
         {"w": draw(8, 5, seed=0, dtype=dtype), "b": draw(8, seed=1, dtype=dtype)}, b={"decay": False}
     )
     optimizer = adamw(buffer)
-    weight, bias = (entry.parameter for entry in buffer.entries)
+    bias, weight = (entry.parameter for entry in buffer.entries)  # the order of a backward
     x = draw(16, 5, seed=2, dtype=dtype)
     norms = []
     for _ in range(3):

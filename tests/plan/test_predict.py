@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import pytest
 
 from megackpt.plan.accelerators import MACHINES, Machine, machine_named
+from megackpt.plan.buffers import ALIGNMENT
 from megackpt.plan.decision import Plan
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.parameters import stage_parameters
@@ -119,7 +120,8 @@ def test_terms_are_named_and_sum_up():
         assert stage.total_bytes == sum(stage.terms.values())
         live = sum(stage.terms[name] for name in ("activations", "ends", "messages", "transient"))
         assert live == stage.activation_bytes
-        assert stage.state_bytes == 18 * stage_parameters(MODEL, layout, stage.stage).total
+        count = stage_parameters(MODEL, layout, stage.stage).total
+        assert 18 * count <= stage.state_bytes < 18 * count + 4 * 2 * 3 * ALIGNMENT  # three buckets are filled up
 
 
 def test_json_has_every_term():

@@ -7,17 +7,14 @@ right says nothing about what was sent backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from megackpt.data.dataset import Batch, collate, training_sample
-from megackpt.optim.finalize import finish
 from megackpt.optim.norm import gradient_statistics
 from megackpt.train.loop import loader
 from megackpt.train.step import Stepper
@@ -84,7 +81,7 @@ def _two_schedule_calls(rank: int, world_size: int, path: Path) -> Distance:
     trainer.buffer.zero_()
     with loader(trainer, trainer.datasets.train, 0) as batches:
         total = sum(stepper._run(batches, 2, forward_only=False)[0] for _ in range(2))
-    finish(trainer.buffer, trainer.mesh, sequence_parallel=False)
+    trainer.reduction.finish()
     norm = gradient_statistics(trainer.buffer, trainer.mesh).norm
     trace = Trace([total / stepper.nominal_tokens], [norm], [], [whole_gradients(trainer)])
     return distance(trace, Trace.read(path))
@@ -199,44 +196,3 @@ def test_a_step_without_any_token_is_a_step_of_zero() -> None:  # LS-09
     for trace in run_distributed(_masked_step, 2, flags, Layout(dp=2), (0, 0)):
         assert (trace.losses, trace.norms, trace.tokens) == ([0.0], [0.0], [0])
         assert not any(grad.any() for grad in trace.grads[0].values())
-
-
-# -- collectives -----------------------------------------------------------------------------------------------------
-
-COLLECTIVES = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor", "all_gather_single", "reduce_scatter_single", "all_to_all", "all_to_all_single",
-)  # fmt: skip
-
-
-def _counted(rank: int, world_size: int, path: Path) -> tuple[list[tuple[str, int]], int, Distance]:
-    """Collectives of the second step among data-parallel ranks, as torch sees them: kind and elements."""
-    trainer = built(FP64 | {"micro-batch-size": 1}, Layout(pp=2, dp=2))
-    stepper, seen = Stepper(trainer), []
-
-    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("group") is trainer.mesh.dp.group:
-                seen.append((name, tensor.numel()))
-            return real(tensor, *args, **kwargs)
-
-        return call
-
-    first = steps(trainer, 1, gradients_of=1, stepper=stepper)
-    real = {name: getattr(dist, name) for name in COLLECTIVES if hasattr(dist, name)}
-    for name, function in real.items():
-        setattr(dist, name, wrap(name, function))
-    try:
-        steps(trainer, 1, stepper=stepper, consumed=8)
-    finally:
-        for name, function in real.items():
-            setattr(dist, name, function)
-    return seen, trainer.buffer.flat.numel(), distance(first, Trace.read(path))
-
-
-def test_gradients_are_reduced_once_per_step(tmp_path: Path) -> None:  # LS-12
-    """dp 2, pp 2, 4 micro-batches of 1: one all-reduce of the one bucket, not one per micro-batch."""
-    run_distributed(_against_file, 1, FP64, Layout(), tmp_path / "r0.pt", 1)
-    for seen, size, found in run_distributed(_counted, 4, tmp_path / "r0.pt"):
-        assert seen == [("all_reduce", size)]
-        found.check(**EXACT)

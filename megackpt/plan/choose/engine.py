@@ -22,7 +22,13 @@ from megackpt.plan.demand import present_steps
 from megackpt.plan.kept import kept_bytes, replay
 from megackpt.plan.live import Layer, backward_span, forward_span
 from megackpt.plan.numbers import Layout, ModelNumbers
-from megackpt.plan.parameters import embedding_parameters, head_parameters, layer_parameters, state_bytes
+from megackpt.plan.parameters import (
+    embedding_parameters,
+    filling_bytes,
+    head_parameters,
+    layer_parameters,
+    state_bytes,
+)
 from megackpt.plan.policies import full_layer
 from megackpt.plan.predict import Prediction, predict, predict_stage, short_lists
 from megackpt.plan.profile import LayerProfile, Profile, profile
@@ -127,7 +133,11 @@ def problem_of(
         first=_end(pricing, made.embedding, states[0]),
         last=_end(pricing, made.head, states[1]),
         layer_state_bytes=states[2] + 1,  # shards of the optimizer are rounded up, per stage and not per layer
-        base_bytes=machine.communicator_bytes * groups + machine.context_bytes + machine.margin_bytes + messages,
+        base_bytes=machine.communicator_bytes * groups
+        + machine.context_bytes
+        + machine.margin_bytes
+        + filling_bytes(model, layout)
+        + messages,
         message_bytes=messages,
         transfer_seconds=pricing.clock.send(made.boundary_bytes),
         host_bytes_per_s=machine.host_bytes_per_s,
