@@ -60,6 +60,8 @@ class RecomputeConfig:
 
     distribute: bool = False
     """Of full: every tensor-parallel rank keeps its part of a boundary, and gathers the rest at replay."""
+    ahead: int = 0
+    """Layers of a chunk that are rebuilt while the gradient of its output is still on its way."""
     plan_file: str | None = None
     """A plan in JSON that is run as it is; replaces the policy."""
     verify: bool = False
@@ -81,6 +83,13 @@ class RecomputeConfig:
                 f" got granularity {self.granularity}."
             )
         one_of("--recompute-granularity", self.granularity, GRANULARITIES)
+        at_least("--recompute-ahead-layers", self.ahead, 0)
+        if self.ahead and (self.plan_file is not None or self.granularity in ("none", "auto")):
+            what = "--recompute-plan" if self.plan_file else f"--recompute-granularity {self.granularity}"
+            raise UsageError(
+                f"--recompute-ahead-layers {self.ahead} contradicts {what}: it is a detail of free, selective and full."
+                " Leave one of them out."
+            )
         self._check_auto()
         one_of("--recompute-keep", self.keep, KEEPS)
         if self.method is not None:

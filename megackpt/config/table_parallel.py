@@ -223,6 +223,14 @@ ROWS: tuple[Flag, ...] = (
         choices=KEEPS,
     ),
     works(
+        "--recompute-ahead-layers",
+        RECOMPUTE,
+        "int",
+        "recompute.ahead",
+        "With several stages: so many of a chunk's last layers are rebuilt while the gradient of its output is still on"
+        " its way, for the bytes of all that is rebuilt at once.",
+    ),
+    works(
         "--recompute-activations",
         RECOMPUTE,
         "switch",

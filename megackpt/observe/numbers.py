@@ -84,5 +84,6 @@ def policy_of(config: RunConfig) -> Policy:
         modules=recompute.modules,
         keep=recompute.keep,
         distribute=recompute.distribute and config.parallel.tensor > 1,
+        ahead=recompute.ahead,
         chunked_loss=config.model.loss_chunk_size is not None,
     )

@@ -1,7 +1,8 @@
 """Runs a schedule: a small map from action kind to method, and nothing that knows which schedule it is.
 
     F   receive the input | forward on a tape | start to send the output, keep its graph edge, drop the tensor
-    B   receive the gradients | one autograd call from the edges | close the tape | start to send gradients
+    B   rebuild what the plan wants ahead | receive the gradients | one autograd call from the edges | close the tape
+        | start to send gradients
     W   multiply the weight gradients that B put off; a schedule without W's puts none off
 
 At one stage nothing is received or sent and the rest is the same. Forward-only runs the F's without a graph
@@ -278,6 +279,9 @@ class _Run:
             raise ValueError(f"the loss must be a scalar, got shape {list(result.loss.shape)}")
 
     def backward(self, action: Action) -> None:
+        if self._source(action) is not None:
+            self.progress.enter("compute", action)
+            self.flights[_key(action)].tape.rebuild_ahead()
         gradients: Sequence[Tensor] = self.receive(action)
         self.progress.enter("compute", action)
         if action in self.last_backwards and self.owner.on_last_backward is not None:

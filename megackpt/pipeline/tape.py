@@ -16,6 +16,9 @@ class TapeLike(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> object: ...
 
+    def rebuild_ahead(self) -> None:
+        """Rebuild what the plan wants rebuilt while a gradient is on its way."""
+
     def close(self) -> None:
         """Free everything the tape still owns."""
 
@@ -37,6 +40,9 @@ class NoTape:
         return self
 
     def __exit__(self, *failure: object) -> None:
+        return None
+
+    def rebuild_ahead(self) -> None:
         return None
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megackpt.plan.decision import KEEP, REPLAY, SHARD, ChunkPlan, Decision, Group, SaveSet, group_at
 from megackpt.plan.kept import kept_bytes
-from megackpt.plan.live import Clock, Layer, Span, backward_span, forward_span
+from megackpt.plan.live import Clock, Layer, Span, backward_span, forward_span, rebuilt_span
 from megackpt.plan.profile import LayerProfile, Profile
 
 _INSIDE = SaveSet({}, Decision(masks=REPLAY))  # what a group's replay at once keeps: all but masks
@@ -65,6 +65,8 @@ class ChunkModel:
             clock.live += self.profile.head.steps[-1].output_bytes  # the gradient of the losses
             clock.run(self._backward(head))
             clock.live -= self.tail_bytes
+        for unit in self._ahead():
+            clock.run(rebuilt_span(self._layer(unit.start)), f"layer {unit.start} ahead")
         self._backward_of(clock, self.plan.groups, self.layers)
         if self.first:
             clock.run(self._backward(self._end("embedding"), input_gradient=False))
@@ -119,6 +121,13 @@ class ChunkModel:
                 clock.live -= self.profile.boundary_bytes
         return clock.span()
 
+    def _ahead(self) -> list[range]:
+        """Single layers that are rebuilt before their gradient is there.  A group is rebuilt at the first demand, which
+        comes at once if it is the last of the chunk, and is not rebuilt ahead if it is not alone in it."""
+        if self.last:
+            return []
+        return [unit for unit in self.plan.units_ahead(self.layers) if group_at(self.plan.groups, unit.start) is None]
+
     def _backward_of(
         self, clock: Clock, groups: Sequence[Group], layers: range, on_first_need: Callable[[Clock], None] | None = None
     ) -> None:
@@ -128,7 +137,8 @@ class ChunkModel:
             if group is None:
                 need, on_first_need = on_first_need, None
                 place = members.start
-                span = self._backward(self._layer(place), need, held=self._top_is_held(place))
+                ahead = need is None and members in self._ahead()
+                span = self._backward(self._layer(place), need, held=self._top_is_held(place), ahead=ahead)
                 clock.run(span, f"layer {place}")
                 continue
             need, on_first_need = on_first_need, None
@@ -213,13 +223,14 @@ class ChunkModel:
         *,
         held: bool = False,
         input_gradient: bool = True,
+        ahead: bool = False,
     ) -> Span:
-        key = ("B", layer.profile.kind, layer.save_set, layer.input_choice, held, input_gradient)
+        key = ("B", layer.profile.kind, layer.save_set, layer.input_choice, held, input_gradient, ahead)
         span = self._spans.get(key) if need is None else None
         if span is None:
             span = backward_span(
                 layer, on_first_need=need, watched=self.watched, input_gradient=input_gradient, held=held,
-                split=self.split,
+                split=self.split, ahead=ahead,
             )  # fmt: skip
         if need is None:
             self._spans[key] = span

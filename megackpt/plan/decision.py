@@ -126,10 +126,27 @@ class Group:
 
 @dataclass(frozen=True)
 class ChunkPlan:
-    """The save-sets of one chunk by address, and its groups of layers."""
+    """The save-sets of one chunk by address, and its groups of layers.
+
+    ``ahead``: so many of its last layers are rebuilt while the gradient of the chunk's output is still on its way.  A
+    group counts as one, and what comes before it is not rebuilt ahead.
+    """
 
     save_sets: Mapping[str, SaveSet] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
+    ahead: int = 0
+
+    def units_ahead(self, layers: range) -> list[range]:
+        """Layers and groups that are rebuilt ahead, the last one first."""
+        units: list[range] = []
+        stop = layers.stop
+        while len(units) < self.ahead and stop > layers.start:
+            group = next((g for g in self.groups if g.first <= stop - 1 <= g.last), None)
+            units.append(range(stop - 1, stop) if group is None else range(group.first, stop))
+            stop = units[-1].start
+            if group is not None:
+                break
+        return units
 
     def save_set(self, address: str) -> SaveSet:
         return self.save_sets.get(address, KEEP_EVERYTHING)
@@ -195,7 +212,8 @@ class Plan:
                     places[save_set] = len(sets)
                     sets.append(save_set)
                 named[address] = places[save_set]
-            return {"save_sets": named, "groups": [g.to_json() for g in chunk.groups]}
+            made: dict[str, object] = {"save_sets": named, "groups": [g.to_json() for g in chunk.groups]}
+            return made | ({"ahead": chunk.ahead} if chunk.ahead else {})
 
         stages = [
             [[entry(plan) for plan in self.slots(stage, chunk)] for chunk in range(len(chunks))]
@@ -211,7 +229,7 @@ class Plan:
 
         def chunk(entry: Mapping[str, Any]) -> ChunkPlan:
             places = {address: sets[i] for address, i in entry["save_sets"].items()}
-            return ChunkPlan(places, tuple(Group.from_json(g) for g in entry["groups"]))
+            return ChunkPlan(places, tuple(Group.from_json(g) for g in entry["groups"]), entry.get("ahead", 0))
 
         stages = [[tuple(chunk(slot) for slot in slots) for slots in stage] for stage in data["stages"]]
         if not all(slots for stage in stages for slots in stage):

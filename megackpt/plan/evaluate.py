@@ -58,7 +58,7 @@ class Evaluator:
             plan=plan,
             prediction=prediction,
             simulated=partial(self._timeline, layout, plan, prediction, work, transfer),
-            pipeline_seconds=self.order.step_seconds(full, transfer),
+            pipeline_seconds=self.order.step_seconds(full, transfer, self._ahead(work)),
             stages=tuple(
                 StageSeconds(sum(w[0].forward for w in row), sum(w[0].backward for w in row), replay)
                 for row, replay in zip(work, replays, strict=True)
@@ -70,6 +70,12 @@ class Evaluator:
             model_flops=model_flops(self._shape, self._sequences),
             replayed_flops=self._replayed_flops(layout, plan),
         )
+
+    def _ahead(self, work: Works) -> list[float] | None:
+        """What each action may do before its message is there; None: no plan wants anything ahead."""
+        if not any(slot.ahead for stage in work for chunk in stage for slot in chunk):
+            return None
+        return self.order.durations(lambda stage, action: _early(self._of(work, stage, action), action))
 
     # -- seconds --------------------------------------------------------------------------------------------------
 
@@ -103,8 +109,16 @@ class Evaluator:
             backward=len(layers) * clock.layer_backward(block) + sum(map(clock.layer_backward, ends)),
             weights=len(layers) * clock.layer_weights(block),
             replay=sum(seconds for seconds, _ in self._replayed(layout, sets, stage, chunk)),
+            ahead=self._ahead_seconds(layout, sets, stage, chunk),
             split=any(action.kind == "W" for action in self.lists[stage]),
         )
+
+    def _ahead_seconds(self, layout: Layout, sets: ChunkPlan, stage: int, chunk: int) -> float:
+        if layout.is_last(stage, chunk):
+            return 0.0
+        units = sets.units_ahead(layout.pieces[stage][chunk])
+        layers = range(units[-1].start, units[0].stop) if units else range(0)
+        return sum(seconds for seconds, _ in self._replayed_layers(layers, sets.groups, sets.save_sets))
 
     def _replayed(
         self, layout: Layout, sets: ChunkPlan, stage: int, chunk: int
@@ -211,7 +225,8 @@ class Evaluator:
 
         def cost(stage: int, action: Action) -> Cost:
             before, peak, after = walks[stage].marks[action]
-            return Cost(_seconds(self._of(work, stage, action), action), after - before, peak - before)
+            own = self._of(work, stage, action)
+            return Cost(_seconds(own, action), after - before, peak - before, _early(own, action))
 
         held = [sum(row.terms.get(name, 0) for name in FIXED) for row in prediction.stages]
         return self.order.run(cost, transfer, held, self.made.boundary_bytes)
@@ -230,6 +245,7 @@ class _Work:
     backward: float
     weights: float
     replay: float
+    ahead: float  # of the replay, what needs no gradient
     split: bool  # weight gradients are actions of their own
 
 
@@ -243,6 +259,10 @@ def _seconds(work: _Work, action: Action, replays: bool = True) -> float:
     if action.kind == "W":
         return work.weights
     return work.backward - work.weights * work.split + work.replay * replays
+
+
+def _early(work: _Work, action: Action) -> float:
+    return work.ahead if action.kind == "B" else 0.0
 
 
 class _Recorded(StageWalk):

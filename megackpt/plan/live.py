@@ -138,12 +138,24 @@ def backward_span(
     input_gradient: bool = True,
     held: bool = False,
     split: bool = False,
+    ahead: bool = False,
 ) -> Span:
     """The backward of one layer.  Alive at the start: what the layer keeps, and the gradient of its output; at the
     end: the gradient of its input.  ``on_first_need`` runs before the first step that asks for anything saved.
     ``held``: somebody outside holds the output's gradient to the end, and beyond.  ``split``: weight gradients are put
-    off, so their factors are alive at the end too."""
-    return _Backward(layer, watched, on_first_need, split).run(input_gradient, held)
+    off, so their factors are alive at the end too.  ``ahead``: what it needs was rebuilt before (`rebuilt_span`)."""
+    backward = _Backward(layer, watched, on_first_need, split)
+    if ahead:
+        backward.rebuild()
+        backward.clock.live = backward.clock.peak = 0
+    return backward.run(input_gradient, held)
+
+
+def rebuilt_span(layer: Layer) -> Span:
+    """Rebuilding all that a layer's backward will ask for, at once."""
+    backward = _Backward(layer, False, None, False)
+    backward.rebuild()
+    return backward.clock.span()
 
 
 class _Backward:
@@ -214,6 +226,10 @@ class _Backward:
             self._step(step, input_gradient, waits)
             self._release(step)
         return replace(self.clock.span(), keeps_top=held and waits_for_top)
+
+    def rebuild(self) -> None:
+        for step in reversed(self.profile.steps):
+            self._demand(step)
 
     def _needs(self, step: StepCost) -> bool:
         stored = step.mask_bytes and self.layer.save_set[step.name].masks == KEEP

@@ -80,6 +80,7 @@ class Policy:
     """A named policy with its details; each detail means what the flag of its name says.
 
     ``distribute``: boundaries of full recomputation are kept as this rank's part (``--distribute-saved-activations``).
+    ``ahead``: layers that are rebuilt while a gradient is on its way (``--recompute-ahead-layers``).
     ``chunked_loss``: the head runs in parts, which are always replayed (``--loss-chunk-size``).
     """
 
@@ -90,6 +91,7 @@ class Policy:
     keep: str = "boundaries"
     distribute: bool = False
     chunked_loss: bool = False
+    ahead: int = 0
 
     @property
     def grouped(self) -> bool:
@@ -102,7 +104,8 @@ class Policy:
             words += f" ({', '.join(self.modules)})"
         elif self.granularity == "full":
             words += f", {self.method} {self.num_layers}, {'group input' if self.grouped else self.keep}"
-        return words + ", boundaries distributed" * self.distribute + ", loss in chunks" * self.chunked_loss
+        words += ", boundaries distributed" * self.distribute + ", loss in chunks" * self.chunked_loss
+        return words + f", {self.ahead} layer{'s' * (self.ahead != 1)} ahead" * bool(self.ahead)
 
     def layer(self, place: int) -> SaveSet:
         """The save-set of the ``place``-th layer of a chunk."""
@@ -130,7 +133,7 @@ class Policy:
             output = SHARD if self.distribute else KEEP
             firsts = range(layers.start, layers.stop, self.num_layers)
             groups = tuple(Group(i, min(i + self.num_layers, layers.stop) - 1, output=output) for i in firsts)
-        return ChunkPlan(sets, groups)
+        return ChunkPlan(sets, groups, self.ahead)
 
 
 def chunk_plan(layers: range, **details: Any) -> ChunkPlan:

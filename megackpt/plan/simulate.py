@@ -29,6 +29,7 @@ class Cost:
     seconds: float
     kept_bytes: int = 0  # change of what the stage holds, once the action is over
     extra_bytes: int = 0  # most bytes during the action above what the stage held before it
+    ahead_seconds: float = 0.0  # of ``seconds``, what needs no message and may pass before it is there
 
 
 Costs = Callable[[int, Action], Cost]
@@ -186,22 +187,28 @@ class Order:
         """The durations of all actions in the form that `clock` takes."""
         return [seconds(stage, action) for stage, actions in enumerate(self.lists) for action in actions]
 
-    def clock(self, durations: Sequence[float], transfer_seconds: float = 0.0) -> list[float]:
-        """When every action ends, by its place in the concatenated lists."""
+    def clock(
+        self, durations: Sequence[float], transfer_seconds: float = 0.0, ahead: Sequence[float] | None = None
+    ) -> list[float]:
+        """When every action ends, by its place in the concatenated lists.  ``ahead``: the part of each duration that
+        needs no message."""
         ends = [0.0] * len(self)
         before = frozenset(self._first[:-1])  # the first action of a stage has none before it
         if self.stages == 1:
             transfer_seconds = 0.0  # one chunk hands to the next on the same device
         for place, needed in self._sorted:
             start = 0.0 if place in before else ends[place - 1]
-            if needed >= 0 and ends[needed] + transfer_seconds > start:
-                start = ends[needed] + transfer_seconds
+            early = ahead[place] if ahead is not None else 0.0
+            if needed >= 0 and ends[needed] + transfer_seconds > start + early:
+                start = ends[needed] + transfer_seconds - early
             ends[place] = start + durations[place]
         return ends
 
-    def step_seconds(self, durations: Sequence[float], transfer_seconds: float = 0.0) -> float:
+    def step_seconds(
+        self, durations: Sequence[float], transfer_seconds: float = 0.0, ahead: Sequence[float] | None = None
+    ) -> float:
         """When the last action ends."""
-        return max(self.clock(durations, transfer_seconds))
+        return max(self.clock(durations, transfer_seconds, ahead))
 
     def run(
         self,
@@ -213,7 +220,7 @@ class Order:
         """The timeline under ``costs``; ``held_bytes`` is what each stage holds before the step."""
         table = [[costs(stage, action) for action in actions] for stage, actions in enumerate(self.lists)]
         durations = [cost.seconds for row in table for cost in row]
-        ends = self.clock(durations, transfer_seconds)
+        ends = self.clock(durations, transfer_seconds, [cost.ahead_seconds for row in table for cost in row])
         stages = []
         for stage, (actions, row) in enumerate(zip(self.lists, table, strict=True)):
             own = ends[self._first[stage] : self._first[stage + 1]]

@@ -20,7 +20,7 @@ from megackpt.recompute.context import LIVE, state
 from megackpt.recompute.handle import Kept, Tag
 from megackpt.recompute.opaque import opaque
 from megackpt.recompute.producer import Producer
-from megackpt.recompute.replay import Record
+from megackpt.recompute.replay import Record, demand
 from megackpt.recompute.rng import RngLedger
 from megackpt.recompute.tiers.base import Stored, Tier
 from megackpt.recompute.verify import Verifier
@@ -68,6 +68,7 @@ class Tape:
         self._records: list[weakref.ref[Record]] = []
         self._stored: list[weakref.ref[Stored]] = []
         self._two_phase: list[weakref.ref[Record]] = []
+        self._rebuildable: list[weakref.ref[Record]] = []  # only where some are to be rebuilt ahead
         self._kept: dict[str, int] | None = None  # by step, once the forward has ended
         self._alive: list[tuple[weakref.ref[Kept], str]] = []
         self._previous: Tape | None = None
@@ -133,6 +134,23 @@ class Tape:
             if producer is not None:
                 producer.ahead()
 
+    def rebuild_ahead(self) -> None:
+        """Rebuild the last layers of the plan's ``ahead`` now, the last one first, as their backward would: for a
+        caller that waits for a gradient.  The values are the same and live until they are used.  All ranks of a group
+        must call it at the same place."""
+        seen: list[str] = []
+        for ref in reversed(self._rebuildable):
+            record = ref()
+            if record is None:
+                continue
+            unit = _unit_of(record.where)
+            if unit not in seen:
+                if len(seen) == self.plan.ahead or not unit or (seen and seen[-1].startswith("layers ")):
+                    break
+                seen.append(unit)
+            demand(record)
+        self._rebuildable.clear()
+
     def store(self, choice: str, where: str, tensor: torch.Tensor) -> Producer:
         """Put a tensor's storage into the tier of that name.  Raises ValueError if the tape was given none."""
         tier = self._tiers.get(choice)
@@ -156,6 +174,8 @@ class Tape:
         self._tags.append(weakref.ref(tag))
 
     def note_record(self, record: Record) -> None:
+        if self.plan.ahead:
+            self._rebuildable.append(weakref.ref(record))
         if isinstance(record.call.fn, TwoPhase):
             self._two_phase.append(weakref.ref(record))
         if self._account is not None:
@@ -194,3 +214,10 @@ class Tape:
     def report(self) -> dict[str, int]:
         """Bytes kept by step (``layers.3 attn.core``), in the order of the forward."""
         return dict(self._kept) if self._kept is not None else self.kept_now()
+
+
+def _unit_of(where: str) -> str:
+    """The layer (``layers.3``) or the group of layers (``layers 2 to 5``) that a step belongs to; "" for the ends."""
+    if not where.startswith("layers"):
+        return ""
+    return where if where.startswith("layers ") else where.partition(" ")[0]

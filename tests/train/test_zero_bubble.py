@@ -156,5 +156,6 @@ def test_a_real_timeline_is_shorter_where_work_is_simulated() -> None:
     for extra, seconds in ((ZERO, {"F": 1.0, "B": 1.0, "W": 1.0}), ({}, {"F": 1.0, "B": 2.0})):
         ran = run_distributed(_one_step, 2, flags | extra, Layout(pp=2))
         lists = [[event.action for event in events] for _, _, _, events in ran]
-        shares.append(simulate(lists, lambda _, action, s=seconds: Cost(s[action.kind])).bubble_share)  # type: ignore[misc]
+        timeline = simulate(lists, lambda _, action, s=seconds: Cost(s[action.kind]))  # type: ignore[misc]
+        shares.append(timeline.bubble_share)
     assert shares == [pytest.approx(1 / 15), pytest.approx(3 / 15)]
