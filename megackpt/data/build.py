@@ -6,6 +6,8 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from megackpt.config.data import parse_data_path, parse_split
 from megackpt.config.errors import UsageError
 from megackpt.data.blend import BlendedDataset, cached_blend_order
@@ -160,7 +162,7 @@ def _blend(
 
 def _too_small(name: str, source: _Source, seq_length: int, split: str) -> str | None:
     documents = source.documents[name]
-    tokens = int(source.indexed.lengths[documents.start : documents.stop].sum())
+    tokens = int(source.indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))
     if tokens >= seq_length + 1:
         return None
     return (

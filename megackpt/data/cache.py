@@ -38,7 +38,7 @@ def digest(key: Mapping[str, Any]) -> str:
 
 def cached_arrays(
     directory: str | os.PathLike[str] | None,
-    key: Mapping[str, Any],
+    key: Mapping[str, Any] | None,
     build: Callable[[], Arrays],
     lock_seconds: float = _LOCK_SECONDS,
 ) -> Arrays:
@@ -46,7 +46,7 @@ def cached_arrays(
 
     With `directory` None, or one that cannot be written, they are built in memory. A damaged entry is rebuilt.
     """
-    if directory is None:
+    if directory is None or key is None:
         return build()
     entry = Path(directory) / digest(key)
     found = _load(entry)

@@ -4,6 +4,10 @@ A generator object would tie the order of the data to numpy's stream-compatibili
 which epochs are drawn. Here every element of every epoch gets a 64-bit key from the SplitMix64 finaliser
 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014) and an epoch is sorted by its keys.
 Within one epoch the map from element to key is a bijection, so keys never tie and the sort needs no stability.
+
+Above _SORTED elements a sort would be the slowest part of an index and need three times its memory. There the
+permutation is computed: multiplications by odd numbers, additions and shifted exclusive-ors, all bijections of the
+numbers of k bits, with constants hashed from (seed, purpose, epoch); what is not below the length is left out.
 """
 
 from __future__ import annotations
@@ -16,7 +20,9 @@ Int64 = NDArray[np.int64]
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_CHUNK = 1 << 22  # elements sorted at once: bounds temporary memory to about 100 MB
+_CHUNK = 1 << 16  # elements worked on at once: temporary memory stays below a few MB, and in the cache
+_SORTED = 1 << 16
+_ROUNDS = 5
 
 
 def _mix_int(x: int) -> int:
@@ -52,12 +58,45 @@ def hash64(seed: int, purpose: str, group: Int64 | np.int64, index: Int64) -> UI
     return _mix(row + (np.atleast_1d(index).astype(np.uint64) + np.uint64(1)) * golden)
 
 
-def epoch_permutations(seed: int, purpose: str, epochs: int, length: int) -> Int64:
-    """Permutations of range(length), one row per epoch: int64 [epochs, length].
+def permutation(seed: int, purpose: str, group: int, length: int, out: Int64) -> Int64:
+    """The permutation of range(length) that belongs to `group`, or its first elements if `out` is shorter."""
+    wanted = len(out)
+    if length <= _SORTED:
+        keys = hash64(seed, purpose, np.int64(group), np.arange(length, dtype=np.int64))
+        out[:] = np.argsort(keys)[:wanted]
+        return out
+    bits = (length - 1).bit_length()
+    mask, half = np.uint64((1 << bits) - 1), np.uint64((bits + 1) // 2)
+    constants = hash64(seed, purpose, np.int64(group), np.arange(2 * _ROUNDS, dtype=np.int64)) & mask
+    counting = np.arange(_CHUNK, dtype=np.uint64)
+    x, shifted = np.empty_like(counting), np.empty_like(counting)
+    filled = 0
+    for first in range(0, 1 << bits, _CHUNK):
+        np.add(counting, np.uint64(first), out=x)
+        for add, multiply in constants.reshape(_ROUNDS, 2):
+            np.add(x, add, out=x)
+            np.multiply(x, multiply | np.uint64(1), out=x)
+            np.bitwise_and(x, mask, out=x)
+            np.right_shift(x, half, out=shifted)
+            np.bitwise_xor(x, shifted, out=x)
+        kept = x[x < np.uint64(length)][: wanted - filled]
+        out[filled : filled + len(kept)] = kept
+        filled += len(kept)
+        if filled == wanted:
+            break
+    return out
+
+
+def epoch_permutations(seed: int, purpose: str, epochs: int, length: int, out: Int64 | None = None) -> Int64:
+    """Permutations of range(length), one row per epoch: int64 [epochs, length], in `out` if it is given.
 
     Row e depends on (seed, purpose, e, length) alone, so a longer run begins with the rows of a shorter one.
     """
-    out = np.empty((epochs, length), dtype=np.int64)
+    out = np.empty((epochs, length), dtype=np.int64) if out is None else out
+    if length > _SORTED:
+        for epoch in range(epochs):
+            permutation(seed, purpose, epoch, length, out[epoch])
+        return out
     index = np.arange(length, dtype=np.int64)
     rows = max(1, _CHUNK // max(1, length))
     for first in range(0, epochs, rows):
@@ -75,10 +114,17 @@ def shuffle_within_groups(seed: int, purpose: str, bounds: Int64) -> Int64:
     groups = len(bounds) - 1
     first = 0
     while first < groups:
+        low = int(bounds[first])
+        size = int(bounds[first + 1]) - low
+        if size > _SORTED:
+            inside = permutation(seed, purpose, first, size, out[low : low + size])
+            inside += low
+            first += 1
+            continue
         # As many whole groups as fit in a chunk, at least one.
-        last = int(np.searchsorted(bounds, bounds[first] + _CHUNK, side="right")) - 1
+        last = int(np.searchsorted(bounds, low + _CHUNK, side="right")) - 1
         last = min(groups, max(first + 1, last))
-        low, high = int(bounds[first]), int(bounds[last])
+        high = int(bounds[last])
         index = np.arange(low, high, dtype=np.int64)
         group = np.repeat(np.arange(first, last, dtype=np.int64), np.diff(bounds[first : last + 1]))
         keys = hash64(seed, purpose, group, index)

@@ -39,8 +39,8 @@ _HEADER_BYTES = 34
 class IndexedDataset:
     """Read-only documents, memory-mapped.
 
-    `lengths` is the token count of each document (int64 [documents]); `sequence_lengths` that of each sequence, and
-    document d is the sequences `bounds[d]` to `bounds[d + 1]`. Opening validates the whole index
+    `lengths` is the token count of each document (int32 or int64 [documents]); `sequence_lengths` that of each
+    sequence, and document d is the sequences `bounds[d]` to `bounds[d + 1]`. Opening validates the whole index
     (magic, version, sizes, monotone offsets, bounds of `.bin`, integer tokens) and raises UsageError with the
     file and the figure that is wrong, so that a damaged file is found before training and not in its middle.
     """
@@ -55,12 +55,16 @@ class IndexedDataset:
 
         self.sequence_lengths: NDArray[np.int32] = lengths
         self.bounds: NDArray[np.int64] = bounds
-        totals = np.zeros(len(lengths) + 1, dtype=np.int64)
-        np.cumsum(lengths, out=totals[1:])
-        self.lengths: NDArray[np.int64] = totals[bounds[1:]] - totals[bounds[:-1]]
         # First token of each document, counted in tokens; an empty one at the end has no sequence to point at.
-        first = np.append(pointers, np.int64(0))[bounds[:-1]] // self.dtype.itemsize
-        self._first: NDArray[np.int64] = first
+        self.lengths: NDArray[np.int32] | NDArray[np.int64]
+        self._first: NDArray[np.int64]
+        if len(bounds) == len(lengths) + 1 and bool(np.all(np.diff(bounds) == 1)):  # the usual: one sequence each
+            self.lengths, self._first = np.array(lengths), pointers // self.dtype.itemsize
+        else:
+            totals = np.zeros(len(lengths) + 1, dtype=np.int64)
+            np.cumsum(lengths, out=totals[1:])
+            self.lengths = totals[bounds[1:]] - totals[bounds[:-1]]
+            self._first = np.append(pointers, np.int64(0))[bounds[:-1]] // self.dtype.itemsize
         self._data: NDArray[np.generic] = _map_tokens(data_path, self.dtype, data_bytes // self.dtype.itemsize)
 
     def __len__(self) -> int:
@@ -69,7 +73,7 @@ class IndexedDataset:
 
     @property
     def total_tokens(self) -> int:
-        return int(self.lengths.sum())
+        return int(self.lengths.sum(dtype=np.int64))
 
     def get(self, document: int, offset: int = 0, length: int | None = None) -> NDArray[np.generic]:
         """Tokens [offset, offset + length) of a document, in the type on disk, as a view of the mapped file."""
@@ -97,7 +101,7 @@ class IndexedDataset:
 
     def digest(self) -> str:
         """Digest of what the order of samples depends on: the length of every document."""
-        return hashlib.blake2b(np.ascontiguousarray(self.lengths).data, digest_size=16).hexdigest()
+        return hashlib.blake2b(self.lengths.astype(np.int64).data, digest_size=16).hexdigest()
 
 
 def _require_files(prefix: str, index_path: Path, data_path: Path) -> None:

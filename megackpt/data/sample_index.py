@@ -23,11 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.data.cache import Arrays, cached_arrays
-from megackpt.data.hashing import epoch_permutations, shuffle_within_groups
+from megackpt.data.hashing import epoch_permutations, permutation, shuffle_within_groups
 
+Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
 
-_FORMAT = 1  # part of every key: raise it when the order changes
+_FORMAT = 2  # part of every key: raise it when the order changes
+_CHUNK = 1 << 15  # documents looked at at once: they stay in the processor's cache
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ def samples_per_epoch(tokens: int, seq_length: int) -> int:
 
 
 def build_sample_index(
-    lengths: Int64,
+    lengths: Int32 | Int64,
     documents: range,
     seq_length: int,
     seed: int,
@@ -63,21 +65,23 @@ def build_sample_index(
     `lengths` is the token count of every document of the file. `samples` None means the whole samples of one
     epoch. The documents must hold at least seq_length + 1 tokens together (ValueError otherwise).
     """
-    own = np.ascontiguousarray(lengths[documents.start : documents.stop], dtype=np.int64)
-    tokens = int(own.sum())
+    own = lengths[documents.start : documents.stop]
+    tokens = int(own.sum(dtype=np.int64))
     if tokens < seq_length + 1:
         raise ValueError(f"{tokens} tokens cannot fill a sample of {seq_length + 1}")
     count = samples_per_epoch(tokens, seq_length) if samples is None else samples
     epochs = max(1, epochs_needed(tokens, seq_length, count))
-    key = {
-        "what": "samples",
-        "format": _FORMAT,
-        "lengths": hashlib.blake2b(own.tobytes(), digest_size=16).hexdigest(),
-        "first_document": documents.start,
-        "seq_length": seq_length,
-        "seed": seed,
-        "epochs": epochs,
-    }
+    key = None
+    if cache_directory is not None:
+        key = {
+            "what": "samples",
+            "format": _FORMAT,
+            "lengths": hashlib.blake2b(own.astype(np.int64).data, digest_size=16).hexdigest(),
+            "first_document": documents.start,
+            "seq_length": seq_length,
+            "seed": seed,
+            "epochs": epochs,
+        }
     arrays = cached_arrays(cache_directory, key, lambda: _build(own, documents.start, seq_length, seed, epochs))
     return SampleIndex(arrays["documents"], arrays["starts"], arrays["shuffle"][:count])
 
@@ -87,23 +91,50 @@ def epochs_needed(tokens: int, seq_length: int, samples: int) -> int:
     return 0 if samples <= 0 else (samples - 1) * seq_length // tokens + 1
 
 
-def _build(own: Int64, first_document: int, seq_length: int, seed: int, epochs: int) -> Arrays:
-    tokens = int(own.sum())
-    # The last sample of the last epoch runs into the next one; tokens > seq_length, so one more is enough.
-    order = epoch_permutations(seed, "documents", epochs + 1, len(own)).reshape(-1)
+def _build(own: Int32 | Int64, first_document: int, seq_length: int, seed: int, epochs: int) -> Arrays:
+    tokens = int(own.sum(dtype=np.int64))
     # Epoch e owns the samples whose first token lies in it: bounds are ceil(e * tokens / seq_length).
     bounds = -(-(np.arange(epochs + 1, dtype=np.int64) * tokens) // seq_length)
-    count = int(bounds[-1])
+    order = _document_order(own, seq_length, seed, epochs)
+    starts, used = _sample_starts(own, order, seq_length, int(bounds[-1]))
+    documents = order[:used]
+    documents += first_document
+    return {"documents": documents, "starts": starts, "shuffle": shuffle_within_groups(seed, "samples", bounds)}
 
-    lengths = own[order]
-    ends = np.cumsum(lengths)
-    token = np.arange(count + 1, dtype=np.int64) * seq_length
-    # The first document that ends behind the token holds it; empty documents never do.
-    position = np.searchsorted(ends, token, side="right")
-    offset = token - (ends[position] - lengths[position])
-    used = int(np.searchsorted(ends, count * seq_length, side="right")) + 1
-    return {
-        "documents": order[:used] + first_document,
-        "starts": np.stack([position, offset], axis=1),
-        "shuffle": shuffle_within_groups(seed, "samples", bounds),
-    }
+
+def _document_order(own: Int32 | Int64, seq_length: int, seed: int, epochs: int) -> Int64:
+    """Documents of all epochs, and the first ones of the next: the last sample of the last epoch runs into it."""
+    n, count = len(own), 64
+    while True:
+        tail = permutation(seed, "documents", epochs, n, np.empty(min(n, count), dtype=np.int64))
+        if count >= n or int(own[tail].sum(dtype=np.int64)) > seq_length:  # all of an epoch is always enough
+            break
+        count *= 8
+    order = np.empty(epochs * n + len(tail), dtype=np.int64)
+    epoch_permutations(seed, "documents", epochs, n, out=order[: epochs * n].reshape(epochs, n))
+    order[epochs * n :] = tail
+    return order
+
+
+def _sample_starts(own: Int32 | Int64, order: Int64, seq_length: int, count: int) -> tuple[Int64, int]:
+    """Where samples 0 … count start, and how many documents of the order that takes."""
+    starts = np.empty((count + 1, 2), dtype=np.int64)
+    sizes = np.empty(min(_CHUNK, len(order)), dtype=own.dtype)
+    edges = np.zeros(len(sizes) + 1, dtype=np.int64)  # tokens of the chunk before each of its documents
+    filled = before = 0  # samples placed, tokens of the chunks before
+    for first in range(0, len(order), _CHUNK):
+        part = order[first : first + _CHUNK]
+        # (clip: no copy of `out`; all indices are valid)
+        own.take(part, out=sizes[: len(part)], mode="clip").cumsum(out=edges[1 : len(part) + 1])
+        after = before + int(edges[len(part)])
+        stop = min(count + 1, -(-after // seq_length))
+        token = np.arange(filled, stop, dtype=np.int64) * seq_length - before
+        # The first document that ends behind the token holds it; empty documents never do.
+        position = edges[1 : len(part) + 1].searchsorted(token, side="right")
+        np.add(position, first, out=starts[filled:stop, 0])
+        np.subtract(token, edges[position], out=starts[filled:stop, 1])
+        filled, before = stop, after
+        if filled > count:
+            break
+    assert filled == count + 1
+    return starts, int(starts[count, 0]) + 1

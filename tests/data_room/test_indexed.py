@@ -135,16 +135,3 @@ def test_an_interrupted_rewrite_keeps_the_old_files(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert IndexedDataset(tmp_path / "d").get(0).tolist() == [7, 8, 9]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["d.bin", "d.idx"]
-
-
-def test_megatron_core_reads_and_writes_the_same_bytes(tmp_path: Path) -> None:
-    theirs = pytest.importorskip("megatron.core.datasets.indexed_dataset", reason="megatron-core is not installed")
-    builder = theirs.IndexedDatasetBuilder(str(tmp_path / "m.bin"), dtype=np.uint16)
-    for tokens in DOCUMENTS:
-        builder.add_document(tokens, [len(tokens)])
-    builder.finalize(str(tmp_path / "m.idx"))
-    write_documents(tmp_path / "d", DOCUMENTS)
-    for suffix in ("bin", "idx"):
-        assert (tmp_path / f"m.{suffix}").read_bytes() == (tmp_path / f"d.{suffix}").read_bytes()
-    read = theirs.IndexedDataset(str(tmp_path / "d"))
-    assert [list(map(int, read[i])) for i in range(4)] == DOCUMENTS
