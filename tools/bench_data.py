@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Time and peak memory of the sample index: 100 million tokens in one million documents, beside megatron-core.
 
-    bash tests/interop/install.sh && python tools/bench_data.py
+    python tools/bench_data.py
 
-Without megatron-core only our own figures are printed. Both sides get the same documents; memory is what numpy
+tests/interop/run.sh installs megatron-core. Without it only our own figures are printed. Both sides get the same documents; memory is what numpy
 allocates (tracemalloc), in a run of its own, because tracing costs time.
 """
 
