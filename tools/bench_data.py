@@ -3,8 +3,8 @@
 
     python tools/bench_data.py
 
-tests/interop/run.sh installs megatron-core. Without it only our own figures are printed. Both sides get the same documents; memory is what numpy
-allocates (tracemalloc), in a run of its own, because tracing costs time.
+tests/interop/run.sh installs megatron-core; without it only our own figures are printed. Both sides get the same
+documents; memory is what numpy allocates (tracemalloc), in a run of its own, because tracing costs time.
 """
 
 from __future__ import annotations
