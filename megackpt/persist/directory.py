@@ -27,6 +27,8 @@ from megackpt.config.checkpoint_folder import (
 from megackpt.config.errors import UsageError
 from megackpt.persist.agree import Ranks
 
+_NEW_TRACKER = f".{TRACKER}.tmp"
+_PROBE = re.compile(r"\.writable-[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-\w+")
 
 
@@ -67,6 +69,8 @@ def _recover(root: Path) -> list[str]:
         elif replaced or _TEMPORARY.fullmatch(entry.name):
             shutil.rmtree(entry, ignore_errors=True)
             done.append(f"removed {entry.name}, left over from an interrupted save")
+        elif entry.name == _NEW_TRACKER or _PROBE.fullmatch(entry.name):
+            entry.unlink()
     if done:
         sync_directory(root)
     return done
@@ -122,7 +126,7 @@ def remove(checkpoint: Path) -> None:
 
 def write_durably(path: Path, content: bytes) -> None:
     """Replace the file at `path` so that after a crash either the old or the new content is there."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # for the tracker: _NEW_TRACKER
     with temporary.open("wb") as file:
         file.write(content)
         file.flush()
