@@ -63,18 +63,26 @@ class Part:
 
 
 class SummedFile:
-    """A file that is written from front to back. `check` is called before each block and may raise, to stop."""
+    """A file that is written from front to back. `check` is called before each block and may raise, to stop.
+
+    `fault` is what a write raised: whoever writes through another library does not hear of it from there.
+    """
 
     def __init__(self, file: BinaryIO, check: Callable[[], None] = lambda: None) -> None:
         self._file, self._check = file, check
         self._size = self._crc = 0
+        self.fault: Exception | None = None
 
     def write(self, data: memoryview | bytes) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), BLOCK):
-            self._check()
             block = view[start : start + BLOCK]
-            self._file.write(block)
+            try:
+                self._check()
+                self._file.write(block)
+            except Exception as error:
+                self.fault = self.fault or error
+                raise
             self._crc = zlib.crc32(block, self._crc)
         self._size += len(view)
         return len(view)

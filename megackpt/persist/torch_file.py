@@ -58,7 +58,10 @@ def write_document(
     path.parent.mkdir(exist_ok=True)
     with path.open("xb") as file:
         summed = SummedFile(file, check)
-        torch.save(document, summed)  # type: ignore[arg-type]
+        try:
+            torch.save(document, summed)  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise (summed.fault or error) from None
         return summed.finish()
 
 
