@@ -25,6 +25,7 @@ from megackpt.data.loader import MicroBatchLoader
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord, gather_full
 from megackpt.train.build import Trainer, build
+from megackpt.train.checkpoint import Position, Saves
 from megackpt.train.loop import loader, train
 from megackpt.train.step import Stepper
 from tests.reference import Shape
@@ -208,6 +209,12 @@ def steps(
             trace.norms.append(outcome.grad_norm)
             trace.tokens.append(outcome.tokens)
     return trace
+
+
+def save_run(trainer: Trainer, where: Position) -> None:
+    """Write the run to its `--save`, as the loop does."""
+    with Saves(trainer, lambda text: None) as saves:
+        saves.save(where)
 
 
 def train_all(rank: int, world_size: int, flags: Mapping[str, object], layout: Layout) -> None:

@@ -20,10 +20,10 @@ from megackpt.data.dataset import Batch
 from megackpt.mesh.device import DeviceSeam
 from megackpt.model.decoding import Decoder
 from megackpt.persist.convert import read_checkpoint, read_folder, write_checkpoint, write_folder
-from megackpt.train.checkpoint import Position, load_run, save_run
+from megackpt.train.checkpoint import Position, load_run
 from megackpt.train.generate import Sampling, load_generator
 from megackpt.train.step import Stepper
-from tests.layouts import Flags, Layout, built
+from tests.layouts import Flags, Layout, built, save_run
 from tests.pool import run_distributed
 
 transformers: Any = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
-from megackpt.train.checkpoint import Position, load_run, save_run
+from megackpt.train.checkpoint import Position, load_run
 from megackpt.train.step import Stepper
 from tests.layouts import (
     COMMON,
@@ -24,6 +24,7 @@ from tests.layouts import (
     Trace,
     built,
     distance,
+    save_run,
     steps,
     whole_weights,
 )
