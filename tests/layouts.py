@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megackpt.config.run import RunConfig
@@ -166,8 +167,21 @@ def whole(trainer: Trainer, local: Tensor, record: ParameterRecord) -> Tensor:
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:
-    """Of this stage, by global name."""
-    return {e.record.name: whole(trainer, e.gradient, e.record) for e in trainer.buffer.entries}
+    """Of this stage, by global name.  A collective call of all ranks of the stage where the optimizer is sharded."""
+    buffer, dp = trainer.buffer, trainer.mesh.dp
+    flat = buffer.flat
+    if buffer.sharded and dp.size > 1:
+        flat = torch.empty_like(flat)
+        for number, bucket in enumerate(buffer.buckets):
+            own = buffer.shard(number)
+            pieces = [torch.empty_like(own) for _ in range(dp.size)]
+            dist.all_gather(pieces, own, group=dp.group)
+            flat[bucket.storage_offset() :][: bucket.numel()] = torch.cat(pieces)
+    found = {}
+    for entry in buffer.entries:
+        start, shape = entry.gradient.storage_offset(), entry.gradient.shape
+        found[entry.record.name] = whole(trainer, flat[start : start + shape.numel()].view(shape), entry.record)
+    return found
 
 
 def whole_weights(trainer: Trainer) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ State that has no copy is sealed instead: its digest is taken after an update an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +48,8 @@ class Guard:
 
     mesh: ProcessMesh
     shards: Sequence[NamedShard]
+    settle: Callable[[], None] = lambda: None
+    """Wait for parameters that are still on their way."""
     _seal: dict[str, int] | None = None
 
     def check(self, when: str) -> None:
@@ -71,9 +73,10 @@ class Guard:
     def differences(self) -> list[str]:
         """What differs, as this rank sees it, in words."""
         mesh = self.mesh
+        self.settle()
         of_digest = dict(zip(map(id, self.shards), _digests(self.shards), strict=True))
         whole = [shard for shard in self.shards if shard.record.shard_dim is None]
-        tied = [shard for shard in self.shards if shard.record.tied and shard.flat_range is None]
+        tied = [shard for shard in self.shards if shard.record.tied]  # cut alike on both stages, where state is sharded
         copied = [shard for shard in self.shards if shard.flat_range is None]
         found = []
         for axis, shards, what in (

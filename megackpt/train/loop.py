@@ -90,7 +90,8 @@ class Loop:
         self.trainer, self.reporter, self.stepper = trainer, reporter, stepper
         self.where = where
         self.last = trainer.config.last_iteration(where.iteration, where.consumed_samples)
-        self.guard = Guard(trainer.mesh, run_state(trainer, optimizer=True, rng=False).tensors)
+        state = run_state(trainer, optimizer=True, rng=False).tensors
+        self.guard = Guard(trainer.mesh, state, trainer.optimizer.settle)
         self._first = where.iteration + 1
         self._saved_bytes: list[int] | None = None
 

@@ -56,6 +56,7 @@ def ended(
         result = real(self, *args)
         calls += 1
         if (calls, rank) == (after, where):
+            trainer.optimizer.settle()
             state = trainer.optimizer.state_tensors()
             tensors = state[kind] if kind else {record.name: p for p, record in trainer.parameters}
             flip(tensors[name], bit)
@@ -73,6 +74,7 @@ def ended(
 
 UPDATE, AT_THE_END = (Stepper, "update"), (Loop, "_guard")
 
+SHARDED: Flags = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 LAYOUTS: list[tuple[str, Layout, Flags, Place, str]] = [
     (
         "tp",
@@ -104,6 +106,34 @@ LAYOUTS: list[tuple[str, Layout, Flags, Place, str]] = [
         f"optimizer.momentum_buffer.{UP} differs between data-parallel ranks 0 against 1",
     ),
     (
+        "sharded-tp",
+        Layout(tp=2, dp=2),
+        SHARDED,
+        ("exp_avg", NORM, 1, 0),  # ranks 0 and 1 are tp, with one dp index
+        f"optimizer.exp_avg.{NORM} differs between tensor-parallel ranks 0 against 1",
+    ),
+    (
+        "sharded-tied",
+        Layout(pp=2, dp=2),
+        SHARDED,
+        ("exp_avg_sq", WORD, 3, 0),
+        f"optimizer.exp_avg_sq.{WORD} differs between the first and the last stage, ranks 1 against 3",
+    ),
+    (
+        "sharded-parameter",
+        Layout(dp=2),
+        SHARDED,
+        ("", UP, 0, 0),  # in the shard of rank 1, so rank 0 holds a copy
+        f"model.{UP} differs between data-parallel ranks 0 against 1",
+    ),
+    (
+        "sharded-master",
+        Layout(dp=2),
+        SHARDED | {"bf16": True},
+        ("master", UP, 1, 20),
+        f"optimizer.master.{UP} does not round to its parameter on rank 1",
+    ),
+    (
         "master",
         Layout(pp=2),
         {"bf16": True},
@@ -118,7 +148,9 @@ def test_a_flipped_bit_is_found_at_the_next_check_and_named(
     layout: Layout, more: Flags, place: Place, words: str
 ) -> None:
     flags = SMALL_GPT | more | {"check-weight-hash-across-dp-replicas-interval": 2, "lr": 0.0, "min-lr": 0.0}
-    after = 4 if place[0] == "master" else 3  # an update rounds the master anew, and makes it the truth
+    # An update rounds the master anew, and makes it the truth; a sharded parameter is gathered anew.
+    anew = place[0] == "master" or (place[0] == "" and "use-distributed-optimizer" in more)
+    after = 4 if anew else 3
     for message in run_distributed(ended, layout.world_size, flags, layout, place, after, *UPDATE):
         assert message.startswith("copies have drifted apart, found after iteration 4: ")
         assert words in message
@@ -131,17 +163,19 @@ def test_a_save_is_checked_before_it_is_written(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002"]
 
 
-def test_state_without_a_copy_is_sealed_between_updates() -> None:
+@pytest.mark.parametrize(("layout", "more"), [(Layout(tp=2), {}), (Layout(dp=2), SHARDED)], ids=["tp", "sharded"])
+def test_state_without_a_copy_is_sealed_between_updates(layout: Layout, more: Flags) -> None:
     """A moment of a sharded weight is on one rank only.  Flipped after iteration 3, it is found before iteration 4."""
-    flags = SMALL_GPT | {"check-replicas-interval": 1}
-    for message in run_distributed(ended, 2, flags, Layout(tp=2), ("exp_avg", UP, 1, 0), 3, *AT_THE_END):
+    flags = SMALL_GPT | more | {"check-replicas-interval": 1}
+    for message in run_distributed(ended, 2, flags, layout, ("exp_avg", UP, 1, 0), 3, *AT_THE_END):
         expected = f"optimizer.exp_avg.{UP} has changed on rank 1 since the last update"
         assert message == f"copies have drifted apart, found before iteration 4: {expected}"
 
 
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, sp=True), Layout(dp=2)], ids=str)
-def test_copies_that_are_equal_are_left_alone(layout: Layout) -> None:
-    flags = SMALL_GPT | {"check-replicas-interval": 1, "bf16": True}
+@pytest.mark.parametrize("more", [{}, SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, sp=True), Layout(dp=2), Layout(pp=2, dp=2)], ids=str)
+def test_copies_that_are_equal_are_left_alone(layout: Layout, more: Flags) -> None:
+    flags = SMALL_GPT | more | {"check-replicas-interval": 1, "bf16": True}
     untouched = ("", UP, -1, 0)
     found = run_distributed(ended, layout.world_size, flags, layout, untouched, 1, *UPDATE)
     assert found == [""] * layout.world_size
