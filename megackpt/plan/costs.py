@@ -103,6 +103,8 @@ def _product(
     }
     if column and layout.t > 1 and not layout.sequence_parallel:
         row |= {"backward_collective": "all_reduce", "collective_bytes": x.rows * inputs * w}
+    if column and layout.sequence_parallel:  # its sum, scattered, is on its way beside the product for the weight
+        row["backward_workspace_bytes"] += x.shard * inputs * w
     return row
 
 

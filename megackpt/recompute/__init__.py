@@ -29,6 +29,7 @@ from megackpt.recompute.policies import (
     save_nothing,
     save_only_these_names,
 )
+from megackpt.recompute.replay import Prefetch
 from megackpt.recompute.report import Report, report
 from megackpt.recompute.rng import RngLedger, Stream
 from megackpt.recompute.sequential import Fitted, fit, sequential
@@ -38,10 +39,10 @@ from megackpt.recompute.tape import Tape
 from megackpt.recompute.verify import VerifyError
 
 __all__ = [
-    "Applied", "Fitted", "KeptBytes", "MaskSource", "ModuleProfile", "Named", "Policy", "Profile", "ReplayError",
-    "Report", "RngLedger", "Scope", "Stream", "Tape", "TwoPhase", "VerifyError", "apply", "at", "both", "chain",
-    "checkpoint", "dropout", "either", "fit", "is_replaying", "keep_scale", "masks_kept", "measure", "noop_context_fn",
-    "product_wanted", "report", "save_and_offload_only_these_names", "save_anything_except_these_names",
-    "save_boundaries",
-    "save_everything", "save_if", "save_nothing", "save_only_these_names", "sequential", "step", "undo",
+    "Applied", "Fitted", "KeptBytes", "MaskSource", "ModuleProfile", "Named", "Policy", "Prefetch", "Profile",
+    "ReplayError", "Report", "RngLedger", "Scope", "Stream", "Tape", "TwoPhase", "VerifyError", "apply", "at",
+    "both", "chain", "checkpoint", "dropout", "either", "fit", "is_replaying", "keep_scale", "masks_kept",
+    "measure", "noop_context_fn", "product_wanted", "report", "save_and_offload_only_these_names",
+    "save_anything_except_these_names", "save_boundaries", "save_everything", "save_if", "save_nothing",
+    "save_only_these_names", "sequential", "step", "undo",
 ]  # fmt: skip

@@ -32,6 +32,11 @@ class Producer(ABC):
         """Whether anything of it is alive and still empty."""
         return bool(self.wanted_boxes())
 
+    @property
+    def begins(self) -> bool:
+        """Whether `ahead` can begin anything."""
+        return True
+
     def ahead(self) -> None:
         """Begin what can be begun before anybody waits (a copy, a collective); nothing, where nothing can."""
         return None

@@ -18,7 +18,7 @@ from torch import Tensor
 from megackpt.recompute.batchnorm import Statistics, training_norms
 from megackpt.recompute.call import StepCall, TwoPhase, autocast_as, tensors_of
 from megackpt.recompute.context import pack, state
-from megackpt.recompute.handle import Internal, Kept, Meta, ReplayError, View, meta_of
+from megackpt.recompute.handle import Internal, Kept, Meta, ReplayError, View, live_tag, meta_of
 from megackpt.recompute.producer import Producer
 from megackpt.recompute.span import Span
 from megackpt.recompute.watch import Watch
@@ -67,6 +67,10 @@ class Record(Producer):
         for slot in self.slots.values():
             if (h := slot()) is not None:
                 h.value = None
+
+    @property
+    def begins(self) -> bool:
+        return isinstance(self.call.fn, TwoPhase)
 
     def ahead(self) -> None:
         """Launch a two-phase step whose inputs are there and whose result will be asked for."""
@@ -243,6 +247,25 @@ def demand(producer: Producer) -> None:
             with current.lane:
                 current.rebuild()
         _clear_when_backward_ends(current)
+
+
+class Prefetch:
+    """Asks ahead for a tensor that a backward will want soon: if it was dropped, and a step of two phases makes it
+    again, what that step reads is rebuilt and its first phase begun."""
+
+    __slots__ = ("_producer",)
+
+    def __init__(self, tensor: Tensor) -> None:
+        tag = live_tag(tensor)
+        self._producer = None if tag is None or tag.producer is None else weakref.ref(tag.producer)
+
+    def __call__(self) -> None:
+        producer = self._producer() if self._producer is not None else None
+        if producer is None or not producer.begins or not producer.wanted():
+            return
+        for missing in producer.missing():
+            demand(missing)
+        producer.ahead()
 
 
 def resolve(handle: Kept | Internal | View) -> Tensor:

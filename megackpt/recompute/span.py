@@ -36,7 +36,7 @@ class Cut:
 
 def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) -> tuple[Cut, ...]:
     """The fewest pieces whose steps share a decision: dropped whole, or kept whole.  Others stay alone, and so does a
-    first dropped step of two phases, which can be asked ahead only by itself."""
+    dropped step of two phases that begins or ends a piece, as it can be asked ahead only by itself."""
     cuts: list[Cut] = []
     start = 0
     while start < len(steps):
@@ -46,6 +46,8 @@ def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) 
         if decision.keeps_all or dropped:
             while stop < len(steps) and save_set[steps[stop][0]] == decision:
                 stop += 1
+            if dropped and stop - start > 1 and isinstance(steps[stop - 1][1], TwoPhase):
+                stop -= 1
         joined = dropped and stop - start == len(steps) and save_set[join] == decision
         names = [name for name, _ in steps[start:stop]] + ([join] if joined else [])
         wheres = tuple(f"{address} {name}" if address else name for name in names)

@@ -101,15 +101,47 @@ def gather_flat(part: Tensor, axis: Axis) -> Tensor:
 # -- autograd functions ------------------------------------------------------------------------------------------
 
 
+class EarlyScatter:
+    """Where whoever makes the gradient of a gathered tensor leaves its reduce-scatter, begun: it then runs beside what
+    follows, and the gather's backward takes the result."""
+
+    __slots__ = ("axis", "_begun")
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+        self._begun: tuple[Tensor, int, Tensor, dist.Work] | None = None
+
+    def begin(self, grad: Tensor) -> None:
+        """Begin to sum and scatter `grad` [s, ...], which is contiguous and will not be changed."""
+        out = grad.new_empty((_share(grad, self.axis), *grad.shape[1:]))
+        work = dist.reduce_scatter_tensor(out, grad, group=self.axis.group, async_op=True)
+        self._begun = (grad, grad._version, out, work)
+
+    def take(self, grad: Tensor) -> Tensor | None:
+        """The result [s/t, ...], if it was begun for this very gradient and nothing was added to that since."""
+        if self._begun is None:
+            return None
+        (given, version, out, work), self._begun = self._begun, None
+        work.wait()
+        same = grad.data_ptr() == given.data_ptr() and grad.shape == given.shape and grad._version == version
+        return out if same else None
+
+
 class _GatherSequence(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
-        ctx.axis = axis
+        ctx.axis, ctx.early = axis, EarlyScatter(axis)
         return _gather(x, axis)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return _reduce_scatter(grad, ctx.axis), None
+        begun = ctx.early.take(grad)
+        return _reduce_scatter(grad, ctx.axis) if begun is None else begun, None
+
+
+def early_scatter(x: Tensor) -> EarlyScatter | None:
+    """Of a tensor that is the direct result of `gather_sequence`."""
+    return getattr(x.grad_fn, "early", None)
 
 
 class _ReduceScatterSequence(Function):

@@ -8,6 +8,13 @@ would run the product for nothing: our body asks the replay, before its kernel, 
 saved is the input exactly as it was passed (a transposed view of an attention output stays one, so the engine finds
 its storage) and the weight. The flattening to two dimensions is done anew in backward and costs nothing unless the
 input is not contiguous.
+
+In backward communication runs beside the products:
+
+* without sequence parallelism the input gradient is summed beside the product for the weight gradient;
+* with it, an input that was gathered is gathered again (if the plan dropped it) beside the product for the input
+  gradient, which is summed and scattered beside the product for the weight gradient. For that the two products are
+  two nodes, and only the second asks for the input; what is saved, and in which order, is the same.
 """
 
 from __future__ import annotations
@@ -22,8 +29,8 @@ from torch.nn import Module, Parameter
 
 from megackpt.mesh.process_mesh import Axis
 from megackpt.mesh.sink import GradientSink
-from megackpt.recompute import product_wanted
-from megackpt.tensor.collectives import launch_all_reduce
+from megackpt.recompute import Prefetch, product_wanted
+from megackpt.tensor.collectives import EarlyScatter, early_scatter, launch_all_reduce
 from megackpt.tensor.context import TensorParallel
 from megackpt.tensor.parameters import new_parameter
 
@@ -68,6 +75,58 @@ class _Linear(Function):
         return None if grad_x is None else grad_x.view(x.shape), grad_weight, grad_bias, None, None
 
 
+class _Handover:
+    """What the node of the input gradient, which runs first, does for that of the weight gradient."""
+
+    __slots__ = ("prefetch", "scatter", "rows")
+
+    def __init__(self, x: Tensor, scatter: EarlyScatter) -> None:
+        self.prefetch, self.scatter = Prefetch(x), scatter
+        self.rows: Tensor | None = None  # the gradient of the output
+
+
+class _WeightGradient(Function):
+    """The input as it is; in backward the product for the weight gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, sink: GradientSink, handover: _Handover) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.parameter, ctx.sink, ctx.handover = weight, sink, handover
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_x: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        (x,) = ctx.saved_tensors
+        rows, ctx.handover.rows = ctx.handover.rows, None
+        grad_weight = ctx.sink.weight_gradient(ctx.parameter, rows, x.reshape(-1, x.shape[-1]))
+        return grad_x, grad_weight, None, None
+
+
+class _InputGradient(Function):
+    """The product; in backward the gradients of input and bias."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Parameter, bias: Tensor | None, handover: _Handover) -> Tensor:
+        ctx.save_for_backward(weight)
+        ctx.shape, ctx.handover = x.shape, handover
+        matrix = weight if weight.dim() == 2 else weight.view(-1, weight.shape[-1])  # [out, in]
+        if not product_wanted(1):
+            return x.new_empty((*x.shape[:-1], matrix.shape[0]))
+        return F.linear(x.contiguous(), matrix, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None, None]:
+        handover: _Handover = ctx.handover
+        handover.prefetch()
+        (weight,) = ctx.saved_tensors
+        handover.rows = rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = (rows @ weight.view(-1, weight.shape[-1])).view(ctx.shape)
+        handover.scatter.begin(grad_x)
+        return grad_x, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None
+
+
 def linear(
     x: Tensor,
     weight: Parameter,
@@ -82,7 +141,11 @@ def linear(
     `reduce_input_gradient` the input gradient is summed over that axis. Saves exactly (x, weight). Not twice
     differentiable.
     """
-    return _Linear.apply(x, weight, bias, sink, reduce_input_gradient)
+    scatter = early_scatter(x) if weight.requires_grad else None
+    if scatter is None:
+        return _Linear.apply(x, weight, bias, sink, reduce_input_gradient)
+    handover = _Handover(x, scatter)
+    return _InputGradient.apply(_WeightGradient.apply(x, weight, sink, handover), weight, bias, handover)
 
 
 class ColumnLinear(Module):

@@ -24,7 +24,7 @@ def _create(rank: int, shape: MeshShape = SHAPE, sequence_parallel: bool = True)
 
     one = single_axis(rank)
     mesh = ProcessMesh(
-        shape, rank, shape.coordinates(rank), axis("tp"), one, axis("dp"), axis("pp"), one, one, one, one, one
+        shape, rank, shape.coordinates(rank), axis("tp"), one, axis("dp"), axis("pp"), *[one] * 7
     )
     return TensorParallel.create(
         mesh,
