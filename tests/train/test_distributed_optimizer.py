@@ -88,7 +88,7 @@ MODES = [SHARDED, {"overlap-grad-reduce": True}, SHARDED | OVERLAP]
 def compare(flags: Flags, layout: Layout, modes: list[Flags] = MODES, count: int = 3) -> None:
     """All modes equal the plain one bit for bit, on every rank."""
     runs = [flags | TINY, *(flags | TINY | mode for mode in modes)]
-    for plain, *others in run_distributed(_train, layout.world_size, runs, layout, count, timeout=120):
+    for plain, *others in run_distributed(_train, layout.world_size, runs, layout, count, timeout=360):
         for other in others:
             other.check_equal(plain)
             for kind, tensors in plain.state.items():
@@ -127,6 +127,7 @@ def test_sharded_and_overlapped_runs_equal_the_plain_one_bitwise(case: tuple[Fla
 
 
 @pytest.mark.full
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("case", REST, ids=name_of)
 def test_rest_of_the_modes(case: tuple[Flags, Layout, int, str]) -> None:
     flags, layout, n, dtype = case
