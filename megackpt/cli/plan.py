@@ -1,6 +1,6 @@
 """``megackpt plan``: does it fit, how fast will it be, and what is the least recompute that makes it fit?
 
-Needs no GPU and never imports torch.
+Needs no GPU and does not import torch (but for --traced).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from megackpt.cli.plan_inputs import read_inputs
+from megackpt.cli.plan_inputs import Inputs, read_inputs
 from megackpt.config.errors import UsageError
 from megackpt.config.parse import refuse
 from megackpt.plan.accelerators import MACHINES
@@ -24,13 +24,15 @@ def main(argv: Sequence[str]) -> int:
     """0 if the flags as given fit, 1 if they do not, 2 (SystemExit) for a command line that cannot be planned."""
     own, words = read_own(argv)
     try:
-        made = make_report(own, words)
+        inputs = read_inputs(own, words, os.environ)
+        made = report_of(inputs)
         _write(made, own)
+        traced = "" if own.traced is None else _traced(inputs, own.traced)
     except UsageError as error:
         refuse(error, 0)
     from megackpt.observe.plan_table import table
 
-    print(table(made), end="")
+    print(table(made) + traced, end="")
     return 0 if made.fits else DOES_NOT_FIT
 
 
@@ -54,6 +56,10 @@ def read_own(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--html", metavar="FILE", help="write pictures")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
     parser.add_argument("--plan-out", metavar="FILE", help="write the recommended plan, for --recompute-plan")
+    parser.add_argument(
+        "--traced", type=int, nargs="?", const=0, metavar="RANK",
+        help="also trace the model of a rank (default 0) on fake tensors and compare every step with the plan's figures"
+    )  # fmt: skip
     script, words = _script(list(argv))
     own, rest = parser.parse_known_args(words)
     own.script = script
@@ -61,6 +67,8 @@ def read_own(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         parser.error(f"--world-size must be at least 1; got {own.world_size}")
     if own.memory_budget_gib is not None and not own.memory_budget_gib > 0:
         parser.error(f"--memory-budget-gib must be above 0; got {own.memory_budget_gib}")
+    if own.traced is not None and own.traced < 0:
+        parser.error(f"--traced must be a rank, 0 or more; got {own.traced}")
     return own, rest
 
 
@@ -73,13 +81,27 @@ def _script(words: list[str]) -> tuple[str | None, list[str]]:
 
 def make_report(own: argparse.Namespace, words: Sequence[str]) -> Report:
     """Raises UsageError."""
-    inputs = read_inputs(own, words, os.environ)
+    return report_of(read_inputs(own, words, os.environ))
+
+
+def report_of(inputs: Inputs) -> Report:
+    """Raises UsageError."""
     try:
         return report(
             inputs.model, inputs.layout, inputs.plan, inputs.machine, inputs.budget_bytes, notices=inputs.notices
         )
     except ValueError as error:
         raise UsageError(f"{error}.") from error
+
+
+def _traced(inputs: Inputs, rank: int) -> str:
+    """What the model says to the plan's figures; needs torch, so it is loaded for this alone."""
+    from megackpt.train.traced import compare
+
+    ranks = inputs.config.parallel.world_size
+    if rank >= ranks:
+        raise UsageError(f"--traced {rank}: the run has {ranks} ranks, 0 to {ranks - 1}.")
+    return "\n" + compare(inputs.config, inputs.vocab, rank) + "\n"
 
 
 def _write(made: Report, own: argparse.Namespace) -> None:

@@ -50,6 +50,8 @@ class Inputs:
     machine: Machine
     budget_bytes: int
     notices: tuple[str, ...]
+    config: RunConfig
+    vocab: int  # before padding
 
 
 def read_inputs(own: argparse.Namespace, words: Sequence[str], env: Mapping[str, str]) -> Inputs:
@@ -66,7 +68,7 @@ def read_inputs(own: argparse.Namespace, words: Sequence[str], env: Mapping[str,
     except ValueError as error:
         raise UsageError(str(error)) from None
     budget = machine.memory_bytes if own.memory_budget_gib is None else round(own.memory_budget_gib * GIB)
-    return Inputs(model, layout, plan, machine, budget, tuple(notices))
+    return Inputs(model, layout, plan, machine, budget, tuple(notices), config, vocab)
 
 
 # -- flags ------------------------------------------------------------------------------------------------------------

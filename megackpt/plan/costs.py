@@ -318,7 +318,7 @@ def _loss(model: ModelNumbers, layout: Layout, x: Widths, rows: int) -> Row:
         "internal_bytes": probabilities,
         "held_bytes": 8 * rows,
         "collective": "all_reduce" if layout.t > 1 else None,
-        "collective_bytes": 2 * losses if layout.t > 1 else 0,
+        "collective_bytes": 3 * losses if layout.t > 1 else 0,
         "workspace_bytes": second + 4 * losses,
         "backward_workspace_bytes": logits + 3 * losses + 8 * rows,
         "bytes_moved": 3 * probabilities + 2 * logits,
@@ -345,6 +345,6 @@ def _chunk(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
             before + loss["backward_workspace_bytes"], hidden + logits + weight_gradient - inside, 2 * hidden - inside
         ),
         "collective": loss["collective"],
-        "collective_bytes": 2 * x.rows * x.wide if layout.t > 1 else 0,
+        "collective_bytes": 3 * x.rows * x.wide if layout.t > 1 else 0,
         "bytes_moved": product["bytes_moved"] + x.rows * x.vocab * (3 * x.wide + 2 * x.act),
     }

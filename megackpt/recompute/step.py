@@ -52,6 +52,8 @@ class Scope:
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling():
             return opaque(_unseen)(self, name, fn, *args, **kwargs)
+        if tape.observer is not None:
+            return tape.observer(self.address, name, fn, args, kwargs)  # type: ignore[no-any-return]
         decision = tape.plan.save_set(self.address)[name]
         if state.inner == COUNTED or not tape.live or _concerns_nobody(tape, decision, args, kwargs):
             return _counted(decision.masks, fn, args, kwargs)
@@ -69,7 +71,7 @@ class Scope:
         tape = state.tape
         if tape is None or state.inner == MERGED or not torch.is_grad_enabled():
             return _plainly(x, steps, join[1])
-        if torch.compiler.is_compiling() or tape.verify:  # verify mode tells the steps apart
+        if torch.compiler.is_compiling() or tape.verify or tape.observer is not None:  # these tell the steps apart
             y = x
             for name, fn in steps:
                 y = self(name, fn, y)

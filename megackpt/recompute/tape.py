@@ -7,7 +7,7 @@ decision.  It owns no tensor; what is kept hangs on the autograd graph and goes 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -38,6 +38,7 @@ class Tape:
     ``tiers``: the places of the decisions that put tensors elsewhere, by the decision's name.
     ``clear_after_backward``: False for a caller that splits one backward into several calls on purpose.
     ``verify``: compare everything that is replayed with a digest of the original (slow; see verify.py).
+    ``observer``: takes every step in its place, with address, name, function and arguments (see stepwise.py).
 
     A tape opened while another is open shares that one's ``verify``, and its account if it has none of its own.
     """
@@ -52,12 +53,14 @@ class Tape:
         label: str = "",
         clear_after_backward: bool = True,
         verify: bool = False,
+        observer: Callable[[str, str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any] | None = None,
     ) -> None:
         self.plan = plan
         self.ledger = RngLedger() if ledger is None else ledger
         self.label = label
         self.clear_after_backward = clear_after_backward
         self.verify = verify
+        self.observer = observer
         self.live = account is not None or not plan.keeps_all
         self.dropped = False  # whether an output has been dropped that a step may be given
         self.outer: tuple[Any, Any] | None = None

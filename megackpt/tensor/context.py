@@ -31,7 +31,7 @@ class TensorParallel:
     sink: GradientSink  # receives the weight gradients of linear layers
     dtype: torch.dtype  # of weights and activations
     device: torch.device
-    seed: int  # of the weights
+    seed: int | None  # of the weights; None leaves them unfilled (a model that is only looked at)
 
     @staticmethod
     def create(

@@ -45,6 +45,6 @@ def new_parameter(
         decay=decay,
         valid_rows=valid_rows,
     )
-    if kind is not None and not (kind == "normal" and std is None):
+    if tp.seed is not None and kind is not None and not (kind == "normal" and std is None):
         initialise(parameter, record_of(parameter, name), kind, std or 0.0, tp.seed, tp.axis)
     return parameter
