@@ -17,6 +17,12 @@ class DataConfig:
 
     data_path: tuple[str, ...] = ()
     """One prefix of .bin/.idx, or weight, prefix, weight, prefix, ..."""
+    train_data_path: tuple[str, ...] = ()
+    """Data of training alone, like data_path; then the other two name those of validation and test."""
+    valid_data_path: tuple[str, ...] = ()
+    test_data_path: tuple[str, ...] = ()
+    multiple_validation_sets: bool = False
+    """Each dataset of valid_data_path is evaluated on its own."""
     mock_data: bool = False
     split: str = "969,30,1"
     """Shares of training, validation and test; any numbers."""
@@ -40,6 +46,10 @@ class DataConfig:
     """Background readers per process; 0 reads in the training thread."""
     eod_mask_loss: bool = False
     """The loss skips end-of-document tokens."""
+    reset_position_ids: bool = False
+    """Positions count anew in every document."""
+    reset_attention_mask: bool = False
+    """A token sees its own document only."""
 
     def __post_init__(self) -> None:
         self._check_source()
@@ -71,14 +81,30 @@ class DataConfig:
         )
 
     def _check_source(self) -> None:
-        if self.mock_data and self.data_path:
-            raise UsageError(
-                f"--mock-data and --data-path {' '.join(self.data_path)} contradict each other: give one of them."
-            )
-        if not self.mock_data and not self.data_path:
+        by_split = {name: tuple(getattr(self, f"{name}_data_path")) for name in ("train", "valid", "test")}
+        whole = [("--data-path", self.data_path), ("--train-data-path", self.train_data_path)]
+        given = ["--mock-data"] * self.mock_data + [f"{flag} {' '.join(path)}" for flag, path in whole if path]
+        if len(given) > 1:
+            raise UsageError(f"{' and '.join(given)} contradict each other: give one of them.")
+        if not given:
             raise UsageError("Data are missing: give --data-path PREFIX, or --mock-data for made-up samples.")
-        if self.data_path:
-            parse_data_path(self.data_path)
+        for name in ("valid", "test"):
+            if by_split[name] and not self.train_data_path:
+                raise UsageError(f"--{name}-data-path {' '.join(by_split[name])} needs --train-data-path.")
+        for path in (self.data_path, *by_split.values()):
+            if path:
+                parse_data_path(path)
+        resets = [n for n in ("reset_position_ids", "reset_attention_mask") if getattr(self, n)]
+        if self.mock_data and resets:
+            flags = " and ".join("--" + name.replace("_", "-") for name in resets)
+            raise UsageError(f"{flags} with --mock-data has no effect: made-up samples have no documents.")
+        if self.multiple_validation_sets:
+            if not self.valid_data_path:
+                raise UsageError("--multiple-validation-sets needs --valid-data-path with a prefix for each set.")
+            if len(self.valid_data_path) > 1 and any(w is not None for w, _ in parse_data_path(self.valid_data_path)):
+                raise UsageError(
+                    "--multiple-validation-sets evaluates each set alone: leave the weights of --valid-data-path out."
+                )
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -97,13 +123,20 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train / total, validation / total, test / total
 
 
-def parse_data_path(data_path: Sequence[str]) -> tuple[tuple[float, str], ...]:
-    """(weight, prefix) of every dataset, from one prefix or `w1 p1 w2 p2 ...`; the weights sum to 1."""
-    if len(data_path) == 1:
-        return ((1.0, data_path[0]),)
+def parse_data_path(data_path: Sequence[str]) -> tuple[tuple[float | None, str], ...]:
+    """(weight, prefix) of every dataset, from `w1 p1 w2 p2 ...`, where the weights sum to 1, or from prefixes alone,
+    where they are None: each dataset counts by its size."""
+    if len(data_path) == 1 or not any(map(_is_number, data_path[::2])):
+        for word in data_path if len(data_path) > 1 else ():
+            if _is_number(word):
+                raise UsageError(
+                    f"--data-path: {data_path[0]!r} stands where the weight of {data_path[1]} is expected; with weights"
+                    " each prefix has its own before it."
+                )
+        return tuple((None if len(data_path) > 1 else 1.0, prefix) for prefix in data_path)
     if len(data_path) % 2:
         raise UsageError(
-            f"--data-path has {len(data_path)} words: give one prefix, or weights and prefixes in turn, such as"
+            f"--data-path has {len(data_path)} words: give prefixes alone, or weights and prefixes in turn, such as"
             " --data-path 30 corpus_a 70 corpus_b."
         )
     pairs = [(_weight(word, prefix), prefix) for word, prefix in zip(data_path[::2], data_path[1::2], strict=True)]
@@ -111,6 +144,14 @@ def parse_data_path(data_path: Sequence[str]) -> tuple[tuple[float, str], ...]:
     if total <= 0:
         raise UsageError("--data-path: all weights are 0; at least one must be above 0.")
     return tuple((weight / total, prefix) for weight, prefix in pairs)
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _weight(word: str, prefix: str) -> float:

@@ -38,7 +38,7 @@ EXCLUSIVE: tuple[frozenset[str], ...] = (
     frozenset({"lr-decay-iters", "lr-decay-samples"}),
     frozenset({"lr-warmup-iters", "lr-warmup-samples", "lr-warmup-fraction"}),
     frozenset({"lr-wsd-decay-iters", "lr-wsd-decay-samples"}),
-    frozenset({"data-path", "mock-data"}),
+    frozenset({"data-path", "train-data-path", "mock-data"}),
 )
 """Flags of which one is given.  A stronger source that gives one replaces another of a weaker source."""
 

@@ -9,7 +9,6 @@ from megackpt.config.tokenizer import TIKTOKEN_PATTERNS, TOKENIZERS
 DATA = "Data, tokenizer"
 FILES = "Checkpoint files"
 
-_SPLIT = "use --data-path and --split."
 
 ROWS: tuple[Flag, ...] = (
     works(
@@ -17,9 +16,43 @@ ROWS: tuple[Flag, ...] = (
         DATA,
         "many",
         "data.data_path",
-        "Prefix of a .bin/.idx pair, or weights and prefixes in turn: 0.7 a 0.3 b.",
+        "Prefixes of .bin/.idx pairs, alone (each counts by its size) or with weights: 0.7 a 0.3 b.",
         metavar="PREFIX ...",
         default="none",
+    ),
+    works(
+        "--train-data-path",
+        DATA,
+        "many",
+        "data.train_data_path",
+        "Instead of --data-path and --split: data of training alone.",
+        metavar="PREFIX ...",
+        default="none",
+    ),
+    works(
+        "--valid-data-path",
+        DATA,
+        "many",
+        "data.valid_data_path",
+        "With --train-data-path: data of validation.",
+        metavar="PREFIX ...",
+        default="none",
+    ),
+    works(
+        "--test-data-path",
+        DATA,
+        "many",
+        "data.test_data_path",
+        "With --train-data-path: data of the test.",
+        metavar="PREFIX ...",
+        default="none",
+    ),
+    works(
+        "--multiple-validation-sets",
+        DATA,
+        "switch",
+        "data.multiple_validation_sets",
+        "Evaluate each dataset of --valid-data-path on its own.",
     ),
     works("--split", DATA, "text", "data.split", "Shares of training, validation and test; any numbers."),
     works(
@@ -113,15 +146,24 @@ ROWS: tuple[Flag, ...] = (
         minimum=0,
     ),
     works("--eod-mask-loss", DATA, "switch", "data.eod_mask_loss", "The loss skips end-of-document tokens."),
+    works(
+        "--reset-position-ids",
+        DATA,
+        "switch",
+        "data.reset_position_ids",
+        "Positions count anew in every document.",
+    ),
+    works(
+        "--reset-attention-mask",
+        DATA,
+        "switch",
+        "data.reset_attention_mask",
+        "A token sees its own document only, with fused attention too.",
+    ),
     accept("--no-create-attention-mask-in-dataloader", DATA, "switch", "The loader never makes one."),
     accept("--no-mmap-bin-files", DATA, "switch", "Changes no result."),
-    later("--train-data-path", DATA, "many", _SPLIT),
-    later("--valid-data-path", DATA, "many", _SPLIT),
-    later("--test-data-path", DATA, "many", _SPLIT),
     later("--data-impl", DATA, "text", "datasets are .bin/.idx pairs: leave it out.", "mmap", "infer"),
     later("--dataloader-type", DATA, "text", "samples come in one fixed order: leave it out.", "single"),
-    later("--reset-attention-mask", DATA, "switch"),
-    later("--reset-position-ids", DATA, "switch"),
     works("--save", FILES, "text", "checkpoint.save", "Folder to write checkpoints to.", metavar="FOLDER"),
     works(
         "--save-interval",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -48,16 +48,20 @@ class Datasets:
     """What the data is, in the user's words."""
     notes: tuple[str, ...] = ()
     """Sentences for rank 0 to print."""
+    valid_sets: tuple[tuple[str, SampleDataset], ...] = ()
+    """With --multiple-validation-sets, instead of `valid`: (name, dataset) of each."""
 
 
 @dataclass(frozen=True)
 class _Source:
-    """One set of the blend: its share of the samples and the documents each split has of it."""
+    """One set of a split's blend: its share of the samples (None: by its size) and its documents."""
 
-    weight: float
+    weight: float | None
     indexed: IndexedDataset
-    documents: dict[str, range]
+    documents: range
     cache_directory: str
+    origin: str
+    """What gave it these documents, in the user's words."""
 
 
 def build_datasets(
@@ -68,28 +72,90 @@ def build_datasets(
     seed: int,
     data_cache_path: str | os.PathLike[str] | None = None,
 ) -> Datasets:
-    """Training, validation and test data of `--data-path` (one prefix, or `w1 p1 w2 p2 …`) cut by `--split`.
+    """Training, validation and test data of `--data-path` (prefixes, or `w1 p1 w2 p2 …`) cut by `--split`.
 
     May be called by all ranks at once, without any order among them. Index arrays are cached in
     `data_cache_path`, or in `megackpt-cache` beside the data. Raises UsageError if the training split cannot fill
     one sample; a validation or test split that cannot is left out, with a note.
     """
-    pairs = parse_data_path(data_path)
-    shares = parse_split(split)
-    sources = []
-    for weight, prefix in pairs:
-        indexed = IndexedDataset(prefix)
+    opened = _open(data_path, data_cache_path)
+    parts = [split_documents(parse_split(split), len(indexed)) for _, indexed, _ in opened]
+    sources = {
+        name: [
+            _Source(weight, indexed, part[name], cache, f"--split {split} gives")
+            for (weight, indexed, cache), part in zip(opened, parts, strict=True)
+        ]
+        for name in SPLITS
+    }
+    return _build(sources, " ".join(data_path), counts, sample_format, seed)
+
+
+def build_split_datasets(
+    paths: Mapping[str, Sequence[str]],
+    counts: SampleCounts,
+    sample_format: SampleFormat,
+    seed: int,
+    data_cache_path: str | os.PathLike[str] | None = None,
+    multiple_validation_sets: bool = False,
+) -> Datasets:
+    """The same of `--train-data-path`, `--valid-data-path` and `--test-data-path`, by `train`, `valid`, `test`.
+
+    With `multiple_validation_sets` each set of validation is a dataset of its own, in `valid_sets`.
+    """
+    sources = {
+        name: [
+            _Source(weight, indexed, range(len(indexed)), cache, f"--{name}-data-path gives")
+            for weight, indexed, cache in _open(paths.get(name, ()), data_cache_path)
+        ]
+        for name in SPLITS
+    }
+    description = " ".join(paths["train"])
+    if not multiple_validation_sets:
+        return _build(sources, description, counts, sample_format, seed)
+    own = sources | {"valid": []}
+    built = _build(own, description, replace(counts, valid=0), sample_format, seed)
+    notes = list(built.notes)
+    sets = []
+    for source, name in zip(sources["valid"], _names(paths["valid"]), strict=True):
+        own_notes: list[str] = []
+        dataset = _build_split("valid", counts.valid, [source], sample_format, seed, own_notes)
+        if dataset is not None:
+            sets.append((name, dataset))
+        notes += own_notes[:1]  # why it is left out; that nothing is left concerns all sets
+    return replace(built, valid_sets=tuple(sets), notes=tuple(notes))
+
+
+def _names(prefixes: Sequence[str]) -> list[str]:
+    """Short names of datasets: the last part of the path, or all of it where two would be alike."""
+    short = [os.path.basename(prefix.rstrip(os.sep)) for prefix in prefixes]
+    return [prefix if short.count(name) > 1 else name for prefix, name in zip(prefixes, short, strict=True)]
+
+
+def _open(
+    data_path: Sequence[str], data_cache_path: str | os.PathLike[str] | None
+) -> list[tuple[float | None, IndexedDataset, str]]:
+    opened = []
+    for weight, prefix in parse_data_path(data_path) if data_path else ():
         beside = os.path.join(os.path.dirname(os.path.abspath(prefix)), _CACHE_NAME)
-        cache = os.fspath(data_cache_path) if data_cache_path else beside
-        sources.append(_Source(weight, indexed, dict(split_documents(shares, len(indexed))), cache))
+        opened.append((weight, IndexedDataset(prefix), os.fspath(data_cache_path) if data_cache_path else beside))
+    return opened
+
+
+def _build(
+    sources: Mapping[str, Sequence[_Source]],
+    description: str,
+    counts: SampleCounts,
+    sample_format: SampleFormat,
+    seed: int,
+) -> Datasets:
     built: dict[str, SampleDataset | None] = {}
     notes: list[str] = []
     for name in SPLITS:
-        built[name] = _build_split(name, getattr(counts, name), sources, sample_format, seed, split, notes)
+        built[name] = _build_split(name, getattr(counts, name), sources[name], sample_format, seed, notes)
     train = built["train"]
     if train is None:
         raise UsageError(f"no training samples are asked for (train samples {counts.train})")
-    return Datasets(train, built["valid"], built["test"], " ".join(data_path), tuple(notes))
+    return Datasets(train, built["valid"], built["test"], description, tuple(notes))
 
 
 def build_mock_datasets(counts: SampleCounts, seq_length: int, vocab_size: int, seed: int) -> Datasets:
@@ -111,14 +177,13 @@ def _build_split(
     sources: Sequence[_Source],
     sample_format: SampleFormat,
     seed: int,
-    split: str,
     notes: list[str],
 ) -> SampleDataset | None:
     if samples <= 0:
         return None
-    usable = [source for source in sources if source.weight > 0]
+    usable = [source for source in sources if source.weight is None or source.weight > 0]
     for source in list(usable):
-        problem = _too_small(name, source, sample_format.seq_length, split)
+        problem = _too_small(name, source, sample_format.seq_length)
         if problem is None:
             continue
         if name == "train":
@@ -130,14 +195,13 @@ def _build_split(
         return None
     if len(usable) == 1:
         only = usable[0]
-        return GPTDataset(only.indexed, only.documents[name], sample_format, seed, samples, only.cache_directory)
-    total = sum(source.weight for source in usable)
-    weights = [source.weight / total for source in usable]
-    return _blend(name, samples, usable, weights, sample_format, seed)
+        return GPTDataset(only.indexed, only.documents, sample_format, seed, samples, only.cache_directory)
+    weights = [float(_tokens(source)) if source.weight is None else source.weight for source in usable]
+    total = sum(weights)
+    return _blend(samples, usable, [weight / total for weight in weights], sample_format, seed)
 
 
 def _blend(
-    name: str,
     samples: int,
     sources: Sequence[_Source],
     weights: Sequence[float],
@@ -149,23 +213,25 @@ def _blend(
     for k, source in enumerate(sources):
         # Exactly what the blend takes: a set with a tiny weight may give nothing and is not built.
         needed = int((sets == k).sum())
-        documents = source.documents[name]
         datasets.append(
-            GPTDataset(source.indexed, documents, sample_format, seed, needed, source.cache_directory)
+            GPTDataset(source.indexed, source.documents, sample_format, seed, needed, source.cache_directory)
             if needed
             else None
         )
-    orders = [order_fingerprint(s.indexed, s.documents[name], sample_format, seed) for s in sources]
+    orders = [order_fingerprint(s.indexed, s.documents, sample_format, seed) for s in sources]
     facts = {"sets": orders, "weights": [repr(float(weight)) for weight in weights]}
     return BlendedDataset(sets, datasets, fingerprint_of(facts))
 
 
-def _too_small(name: str, source: _Source, seq_length: int, split: str) -> str | None:
-    documents = source.documents[name]
-    tokens = int(source.indexed.lengths[documents.start : documents.stop].sum(dtype=np.int64))
+def _tokens(source: _Source) -> int:
+    return int(source.indexed.lengths[source.documents.start : source.documents.stop].sum(dtype=np.int64))
+
+
+def _too_small(name: str, source: _Source, seq_length: int) -> str | None:
+    tokens = _tokens(source)
     if tokens >= seq_length + 1:
         return None
     return (
-        f"--split {split} gives {name} {len(documents)} of the {len(source.indexed)} documents of"
+        f"{source.origin} {name} {len(source.documents)} of the {len(source.indexed)} documents of"
         f" {source.indexed.prefix}, {tokens} tokens, and one sample needs {seq_length + 1} (--seq-length + 1)"
     )

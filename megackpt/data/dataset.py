@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megackpt.data.cache import digest
 
 Sample = dict[str, NDArray[Any]]
-"""tokens, labels, position_ids: int64 [s]; loss_mask: float32 [s]"""
+"""tokens, labels, position_ids: int64 [s]; loss_mask: float32 [s]; with --reset-attention-mask segments: int64 [s]"""
 Batch = dict[str, NDArray[Any]]
 """the same, [b, s]"""
 
@@ -55,6 +55,11 @@ def segment_ids(tokens: NDArray[np.int64], eod: int | None) -> NDArray[np.int64]
     if eod is not None:
         np.cumsum(tokens[:-1] == eod, out=segments[1:])
     return segments
+
+
+def document_lengths(segments: NDArray[np.int64]) -> list[list[int]]:
+    """Tokens of each document of each sample, in order, of segment numbers [b, s]."""
+    return [np.bincount(row).tolist() for row in segments]
 
 
 def training_sample(

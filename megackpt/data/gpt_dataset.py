@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megackpt.config.errors import UsageError
-from megackpt.data.dataset import Sample, fingerprint_of, training_sample
+from megackpt.data.dataset import Sample, fingerprint_of, segment_ids, training_sample
 from megackpt.data.indexed import IndexedDataset
 from megackpt.data.sample_index import SampleIndex, build_sample_index
 
@@ -28,6 +28,8 @@ class SampleFormat:
     """Labels with this id do not count in the loss; None if the tokenizer has none."""
     eod_mask_loss: bool = False
     reset_position_ids: bool = False
+    reset_attention_mask: bool = False
+    """Samples say which document each token belongs to (`segments`)."""
 
     def __post_init__(self) -> None:
         if self.seq_length < 1:
@@ -35,6 +37,7 @@ class SampleFormat:
         for flag, wanted in (
             ("--eod-mask-loss", self.eod_mask_loss),
             ("--reset-position-ids", self.reset_position_ids),
+            ("--reset-attention-mask", self.reset_attention_mask),
         ):
             if wanted and self.eod is None:
                 raise UsageError(f"{flag} needs a tokenizer with an end-of-document token, this one has none")
@@ -88,7 +91,10 @@ class GPTDataset:
                 f" {limit} ids: was it made with another tokenizer (--tokenizer-model, --vocab-size)?"
             )
         form = self.format
-        return training_sample(text, form.eod, form.pad, form.eod_mask_loss, form.reset_position_ids)
+        sample = training_sample(text, form.eod, form.pad, form.eod_mask_loss, form.reset_position_ids)
+        if form.reset_attention_mask:
+            sample["segments"] = segment_ids(sample["tokens"], form.eod)
+        return sample
 
     def text(self, stream_sample: int) -> NDArray[np.int64]:
         """The seq_length + 1 tokens of a sample by its place in the stream, before shuffling."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megackpt.config.tokenizer import GPT2_BPE, HUGGING_FACE, NULL, TIKTOKEN, TokenizerConfig
 from megackpt.data.tokenizer_base import NullTokenizer, SpecialIds, Tokenizer
 from megackpt.data.tokenizer_bpe import GPT2BPETokenizer, HuggingFaceTokenizer
 from megackpt.data.tokenizer_sentencepiece import SentencePieceTokenizer
 from megackpt.data.tokenizer_tiktoken import TikTokenizer
 
-__all__ = ["NullTokenizer", "SpecialIds", "Tokenizer", "build_tokenizer"]
+__all__ = ["NullTokenizer", "SpecialIds", "Tokenizer", "build_tokenizer", "other_tokenizer"]
 
 
 def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
@@ -26,3 +29,16 @@ def build_tokenizer(config: TokenizerConfig) -> Tokenizer:
     if config.type == TIKTOKEN:
         return TikTokenizer(config)
     return SentencePieceTokenizer(config.model, config.type)
+
+
+def other_tokenizer(saved: Mapping[str, Any] | None, tokenizer: Tokenizer | None) -> str | None:
+    """How the tokenizer of a run differs from that of a checkpoint (its `identity`); None if it does not, or if one
+    of them has no files to compare: a run on prepared ids needs no tokenizer, and NullTokenizer is none."""
+    if saved is None or tokenizer is None or NULL in (saved.get("type"), tokenizer.type):
+        return None
+    if saved.get("digest") == tokenizer.digest:
+        return None
+    return (
+        f"the tokenizer is not that of the checkpoint: {tokenizer} (digest {tokenizer.digest[:12]}) here,"
+        f" {saved.get('description')} (digest {str(saved.get('digest'))[:12]}) there. The same text gives other ids."
+    )

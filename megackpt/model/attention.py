@@ -5,10 +5,13 @@ s sequence, b micro-batch, h hidden, a heads, g key/value heads, r = a/g, d head
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
 from megackpt.config.model import ModelConfig
 from megackpt.model.core import fused_core, unfused_core
+from megackpt.model.documents import Documents
 from megackpt.model.norm import make_norm
 from megackpt.model.residual import Residual, gather_step, reduce_step
 from megackpt.model.rope import rope_tables, unpack
@@ -49,13 +52,17 @@ class Attention(nn.Module):
             tables = rope_tables(config, self.rotated, tp.dtype, tp.device)
             self.register_buffer("tables", tables, persistent=False)
 
-    def forward(self, step: Scope, x: Tensor) -> Tensor:  # [s/t, b, h] -> [s/t, b, h]
+    def forward(self, step: Scope, x: Tensor, documents: Documents | None = None) -> Tensor:  # [s/t, b, h] twice
+        core, rotate = self._core, self._rotate
+        if documents is not None:
+            core = partial(core, documents=documents if documents.segments is not None else None)
+            rotate = partial(rotate, documents=documents if documents.positions is not None else None)
         steps = (
             ("attn.norm", self.norm),  # [s/t, b, h]
             *gather_step("attn.gather", self.tp),  # [s, b, h]
             ("attn.qkv", self._project),  # [s, b, g/t, r + 2, d], or unpacked to [s, b, (a + 2g)/t, d]
-            *((("attn.rope", self._rotate),) if self.rotated else ()),  # [s, b, (a + 2g)/t, d]
-            ("attn.core", self._core),  # [s, b, a d / t]
+            *((("attn.rope", rotate),) if self.rotated else ()),  # [s, b, (a + 2g)/t, d]
+            ("attn.core", core),  # [s, b, a d / t]
             ("attn.proj", self.proj),  # [s, b, h], partial
             *reduce_step("attn.reduce", self.tp),  # [s/t, b, h]
         )
@@ -66,12 +73,14 @@ class Attention(nn.Module):
         packed = y.view(*y.shape[:2], self.groups, -1, self.config.kv_channels)  # [s, b, g/t, r + 2, d]
         return packed if self.rotated or packed.shape[3] == 3 else unpack(packed, None)
 
-    def _rotate(self, packed: Tensor) -> Tensor:
+    def _rotate(self, packed: Tensor, documents: Documents | None = None) -> Tensor:
+        if documents is not None:
+            return unpack(packed, documents.tables(self.tables))
         return unpack(packed, self.tables[:, : packed.shape[0]])
 
-    def _core(self, packed: Tensor) -> Tensor:
+    def _core(self, packed: Tensor, documents: Documents | None = None) -> Tensor:
         p = self.config.attention_dropout if self.training else 0.0
         stream = self.tp.attention_stream if p else None
         if self.config.fused_attention:
-            return fused_core(packed, self.groups, p, stream)
-        return unfused_core(packed, self.groups, self.config.attention_softmax_in_fp32, p, stream)
+            return fused_core(packed, self.groups, p, stream, documents)
+        return unfused_core(packed, self.groups, self.config.attention_softmax_in_fp32, p, stream, documents)

@@ -14,6 +14,9 @@ What is saved besides that one storage:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megackpt.model.documents import Documents
 from megackpt.recompute import MaskSource, Stream, keep_scale
 
 
@@ -50,33 +54,51 @@ class _Split(torch.autograd.Function):
         return out, None
 
 
-def fused_core(packed: Tensor, groups: int, p: float, stream: Stream | None) -> Tensor:
+def fused_core(
+    packed: Tensor, groups: int, p: float, stream: Stream | None, documents: Documents | None = None
+) -> Tensor:
     """One kernel; the ``[s, b, a d / t]`` result is a view of the kernel's own output where its layout allows.
 
-    The kernel draws dropout from torch's default generator, which the stream stands in for during the call.
+    With ``documents`` there is one kernel for each of them: no mask is stored, and no product is computed that a mask
+    would hide.  The kernel draws dropout from torch's default generator, which the stream stands in for meanwhile.
     """
     q, k, v = _Split.apply(packed, groups)
     grouped = q.shape[1] != groups
-    if p == 0.0:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
-    else:
-        assert stream is not None
-        with stream.lend_default():
-            out = F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True, enable_gqa=grouped)
-    return out.permute(2, 0, 1, 3).flatten(2)
+    attend = partial(F.scaled_dot_product_attention, dropout_p=p, is_causal=True, enable_gqa=grouped)
+    with nullcontext() if stream is None else stream.lend_default():
+        if documents is None:
+            return attend(q, k, v).permute(2, 0, 1, 3).flatten(2)
+        # Splits, not slices: the backward of a slice would write a whole gradient of zeros for each document.
+        samples = zip(*(part.split(1) for part in (q, k, v)), documents.lengths, strict=True)
+        return torch.cat([_each_document(attend, sample, lengths) for *sample, lengths in samples], dim=1)
+
+
+def _each_document(attend: Callable[..., Tensor], sample: Sequence[Tensor], lengths: Sequence[int]) -> Tensor:
+    """Queries, keys and values of one sample, [1, a, s, d], to its output, [s, 1, a d]."""
+    parts = zip(*(part.split(list(lengths), dim=2) for part in sample), strict=True)
+    return torch.cat([attend(*part).permute(2, 0, 1, 3).flatten(2) for part in parts])
 
 
 class _UnfusedCore(torch.autograd.Function):
     """Saves its input storage, the softmax in the input's type and, with dropout, its dropped-out copy and mask."""
 
     @staticmethod
-    def forward(ctx: Any, packed: Tensor, groups: int, softmax_in_fp32: bool, source: MaskSource | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        packed: Tensor,
+        groups: int,
+        softmax_in_fp32: bool,
+        source: MaskSource | None,
+        documents: Documents | None,
+    ) -> Tensor:
         q, k, v = _grouped(packed, groups)  # [b, g, r s, d], [b, g, s, d] twice
         s, (b, rows) = packed.shape[0], (q.shape[0], q.shape[2])
         # Scale and mask cost no pass of their own: the kernel adds the product to the mask.
         scores = torch.baddbmm(
             _causal(q, rows // s), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1.0 / math.sqrt(packed.shape[-1])
         ).view(b, groups, -1, s, s)
+        if documents is not None:
+            scores.masked_fill_(documents.apart()[:, None, None], -torch.inf)
         if softmax_in_fp32 and scores.dtype not in (torch.float32, torch.float64):
             scores = scores.float()
         weights = torch.softmax(scores, dim=-1).to(packed.dtype)
@@ -93,7 +115,7 @@ class _UnfusedCore(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
         packed, weights, *rest = ctx.saved_tensors
         source: MaskSource | None = ctx.source
         groups, s, d = ctx.groups, packed.shape[0], packed.shape[-1]
@@ -112,7 +134,7 @@ class _UnfusedCore(torch.autograd.Function):
         grad_scores = grad_scores.mul_(1.0 / math.sqrt(d)).flatten(2, 3)
         grad_q.copy_(torch.matmul(grad_scores, k).view(-1, heads, s, d))
         grad_k.copy_(torch.matmul(grad_scores.transpose(-1, -2), q))
-        return grad_packed, None, None, None
+        return grad_packed, None, None, None, None
 
 
 def _grouped(packed: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,11 +155,19 @@ def _merged(out: Tensor, s: int) -> Tensor:  # [b, g, r s, d] -> [s, b, a d]
     return out.view(b, -1, s, d).permute(2, 0, 1, 3).flatten(2)
 
 
-def unfused_core(packed: Tensor, groups: int, softmax_in_fp32: bool, p: float, stream: Stream | None) -> Tensor:
-    """Plain products with a softmax of our own that stores what the fused kernel would not."""
+def unfused_core(
+    packed: Tensor,
+    groups: int,
+    softmax_in_fp32: bool,
+    p: float,
+    stream: Stream | None,
+    documents: Documents | None = None,
+) -> Tensor:
+    """Plain products with a softmax of our own that stores what the fused kernel would not.  ``documents`` store
+    nothing more: the softmax is 0 where they hide a token."""
     source = None
     if p > 0.0:
         assert stream is not None
         b, heads, s, _ = _views(packed, groups)[0].shape
         source = MaskSource(torch.Size((b, heads, s, s)), p, stream)
-    return _UnfusedCore.apply(packed, groups, softmax_in_fp32, source)
+    return _UnfusedCore.apply(packed, groups, softmax_in_fp32, source, documents)

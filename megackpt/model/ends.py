@@ -6,6 +6,7 @@ s sequence, b micro-batch, h hidden, V padded vocabulary, t tensor-parallel size
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 
@@ -36,6 +37,12 @@ class PositionEmbedding(nn.Module):
             partial_under_sp=True,
         )
 
+    def of(self, positions: Tensor) -> Tensor:  # [b, s] -> [s/t, b, h], of this rank's part; saves the positions
+        own = positions.t()
+        if self.tp.sequence_parallel:
+            own = own.chunk(self.tp.axis.size)[self.tp.axis.index]
+        return F.embedding(own, self.weight)
+
     def forward(self, length: int) -> Tensor:  # -> [s/t, 1, h], the rows of this rank's part; saves nothing
         if self.tp.sequence_parallel:
             length //= self.tp.axis.size
@@ -63,16 +70,19 @@ class Embedding(nn.Module):
         if config.position_embedding_type == "learned_absolute":
             self.position = PositionEmbedding(config, tp, "embedding.position")
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:  # [b, s] both
         step = at("embedding")
-        x = step("embed.lookup", self._lookup, tokens)
+        counted_anew = (positions,) if positions is not None and self.position is not None else ()
+        x = step("embed.lookup", self._lookup, tokens, *counted_anew)
         return step("embed.dropout", self._dropout, x)
 
-    def _lookup(self, tokens: Tensor) -> Tensor:
+    def _lookup(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
         partial_sum = self.word(tokens.t().contiguous())  # [s, b, h], zero for ids of other ranks
         reduction = reduce_scatter_sequence if self.tp.sequence_parallel else reduce_from_tp
         x = reduction(partial_sum, self.tp.axis)
-        return x if self.position is None else x + self.position(tokens.shape[1])
+        if self.position is None:
+            return x
+        return x + (self.position(tokens.shape[1]) if positions is None else self.position.of(positions))
 
     def _dropout(self, x: Tensor) -> Tensor:
         return dropout(x, self.p, self.tp.hidden_stream if self.p else None, self.training)

@@ -5,12 +5,15 @@ s sequence, b micro-batch, h hidden, t tensor-parallel size.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megackpt.config.model import ModelConfig
 from megackpt.model.attention import Attention
+from megackpt.model.documents import Documents
 from megackpt.model.ends import Embedding, Head, TiedWord
 from megackpt.model.mlp import MLP
 from megackpt.model.norm import LayerNorm, RMSNorm
@@ -27,8 +30,8 @@ class Block(nn.Module):
         self.attn = Attention(config, tp, f"layers.{index}.attn")
         self.mlp = MLP(config, tp, f"layers.{index}.mlp")
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.mlp(self.step, self.attn(self.step, x))
+    def forward(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        return self.mlp(self.step, self.attn(self.step, x, documents))
 
 
 class GPTChunk(nn.Module):
@@ -56,16 +59,21 @@ class GPTChunk(nn.Module):
         word = self.embedding["word"] if isinstance(self.embedding, nn.ModuleDict) else self.embedding.word
         return word.weight  # type: ignore[return-value, union-attr]
 
-    def hidden(self, x: Tensor) -> Tensor:
-        """Token ids [b, s] on the first chunk, else received hidden states [s/t, b, h] -> [s/t, b, h]."""
+    def hidden(self, x: Tensor, documents: Documents | None = None) -> Tensor:
+        """Token ids [b, s] on the first chunk, else received hidden states [s/t, b, h] -> [s/t, b, h].
+
+        ``documents``: those of the micro-batch, if positions or attention stay inside them."""
         if self._first:
             assert self.embedding is not None
-            x = self.embedding(x)
-        return chain(self._chain, x)
+            x = self.embedding(x, documents.positions if documents is not None else None)
+        if documents is None:
+            return chain(self._chain, x)
+        # Bound to the layers, not left in the model: a replay comes when other micro-batches have been there.
+        return chain([(i, partial(layer, documents=documents)) for i, layer in self._chain], x)
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, documents: Documents | None = None) -> Tensor:
         """As :meth:`hidden`; on the last chunk the loss of each token, [s, b], for ``labels`` [b, s]."""
-        x = self.hidden(x)
+        x = self.hidden(x, documents)
         return x if self.head is None else self.head(x, labels)
 
 

@@ -81,7 +81,7 @@ def _rate(tflops: float) -> str:
 
 def evaluation_line(record: EvaluationRecord) -> str:
     """The result of an evaluation in Megatron's shape, without a newline."""
-    on_test = " on test set" if record.split == "test" else ""
+    on_test = " on test set" if record.split == "test" else f" on {record.name}" if record.name else ""
     return (
         f" validation loss at iteration {record.iteration}{on_test} | lm loss value: {record.loss:.6E}"
         f" | lm loss PPL: {record.perplexity:.6E} | "

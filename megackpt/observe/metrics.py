@@ -57,6 +57,8 @@ def evaluation_object(record: EvaluationRecord) -> dict[str, Any]:
         f"{record.split}_loss": record.loss,
         f"{record.split}_ppl": record.perplexity,
     }
+    if record.name:
+        values["set"] = record.name
     if record.evaluated_samples is not None:
         values["evaluated_samples"] = record.evaluated_samples
     if record.seconds is not None:

@@ -35,6 +35,8 @@ def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
         fused_attention=m.fused_attention,
         softmax_fp32=m.attention_softmax_in_fp32,
         loss_chunk=m.loss_chunk_size or 0,
+        resets_positions=config.data.reset_position_ids,
+        resets_attention=config.data.reset_attention_mask,
     )
 
 

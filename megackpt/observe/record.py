@@ -65,6 +65,8 @@ class EvaluationRecord:
     loss: float
     split: str = "valid"
     """`valid` or `test`."""
+    name: str = ""
+    """Of the set, where several are evaluated one by one."""
     evaluated_samples: int | None = None
     seconds: float | None = None
 

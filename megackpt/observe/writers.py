@@ -65,7 +65,7 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
 
 def evaluation_scalars(record: EvaluationRecord) -> dict[str, float]:
     """Scalars of one evaluation by dashboard name."""
-    split = "test" if record.split == "test" else "validation"
+    split = ("test" if record.split == "test" else "validation") + (f" {record.name}" if record.name else "")
     return {f"lm loss {split}": record.loss, f"lm loss {split} ppl": record.perplexity}
 
 

@@ -181,7 +181,8 @@ def _fused(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     return {
         "output_bytes": out,
         "internal_bytes": x.wide * x.log_sum + out,
-        "output_is_internal": True,
+        "output_is_internal": not model.resets_attention,  # then each document's kernel has its own
+        "workspace_bytes": out if model.resets_attention else 0,  # samples, before they are joined
         "backward_workspace_bytes": backward,
         "bytes_moved": flat + out,
     }
@@ -243,6 +244,7 @@ def _unfused(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
 
 def _block(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]:
     strided = core_kernel(model, layout) == "fused" and layout.device == "cpu" and layout.micro_batch > 1
+    strided = strided and not model.resets_attention  # whose outputs are joined to rows
     return {
         "attn.norm": _norm(model, layout, x),
         "attn.gather": _gather(x),
@@ -276,7 +278,7 @@ def _embedding(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]
     return {
         "embed.lookup": {
             "output_bytes": count * w,
-            "held_bytes": 8 * x.rows,
+            "held_bytes": 8 * x.rows * (2 if learned and model.resets_positions else 1),
             "saves_input": False,
             "workspace_bytes": partial + summed,
             "backward_workspace_bytes": max(gathered + masked + widened, 2 * position_table),

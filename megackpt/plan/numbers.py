@@ -44,6 +44,8 @@ class ModelNumbers:
     fused_attention: bool = True
     softmax_fp32: bool = True
     loss_chunk: int = 0  # positions whose logits exist at a time; 0: all
+    resets_positions: bool = False  # they count anew in every document, so each token's own is kept
+    resets_attention: bool = False  # it stays inside documents: one fused kernel for each, whose outputs are joined
 
     def __post_init__(self) -> None:
         for name in ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "seq"):

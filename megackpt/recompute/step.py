@@ -164,7 +164,7 @@ def step(name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     return Scope("")(name, fn, *args, **kwargs)
 
 
-def chain(layers: Sequence[tuple[int, Module]], x: Tensor) -> Tensor:
+def chain(layers: Sequence[tuple[int, Callable[[Tensor], Tensor]]], x: Tensor) -> Tensor:
     """Run numbered layers one after another, the plan's groups of them as one dropped step each."""
     tape = state.tape
     if tape is None or not torch.is_grad_enabled() or state.inner == MERGED:
@@ -172,7 +172,7 @@ def chain(layers: Sequence[tuple[int, Module]], x: Tensor) -> Tensor:
     return _in_turn(tape.plan.groups, layers, x)
 
 
-def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Module]], x: Tensor) -> Tensor:
+def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Callable[[Tensor], Tensor]]], x: Tensor) -> Tensor:
     """The layers in order, groups of them as one step.  While an outer step's forward only counts, a group is no step
     either, but it stores what it will store in the outer one's replay."""
     tape, place = state.tape, 0

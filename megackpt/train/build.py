@@ -16,7 +16,13 @@ import torch
 
 from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
-from megackpt.data.build import Datasets, SampleCounts, build_datasets, build_mock_datasets
+from megackpt.data.build import (
+    Datasets,
+    SampleCounts,
+    build_datasets,
+    build_mock_datasets,
+    build_split_datasets,
+)
 from megackpt.data.gpt_dataset import SampleFormat
 from megackpt.data.tokenizer import NullTokenizer, Tokenizer, build_tokenizer
 from megackpt.mesh.deferred import DeferredSink
@@ -291,8 +297,20 @@ def build_data(
     counts = SampleCounts.of_run(train_samples, batch.global_batch_size, train.eval_iters, evaluations=1)
     if data.mock_data:
         return build_mock_datasets(counts, config.model.seq_length, vocab, train.seed)
-    eod = tokenizer.eod if tokenizer is not None else None
-    sample_format = SampleFormat(config.model.seq_length, vocab_size=vocab, eod=eod, eod_mask_loss=data.eod_mask_loss)
-    built = build_datasets(data.data_path, data.split, counts, sample_format, train.seed, data.data_cache_path)
+    sample_format = SampleFormat(
+        config.model.seq_length,
+        vocab_size=vocab,
+        eod=tokenizer.special.eod if tokenizer is not None else None,
+        eod_mask_loss=data.eod_mask_loss,
+        reset_position_ids=data.reset_position_ids,
+        reset_attention_mask=data.reset_attention_mask,
+    )
+    if data.train_data_path:
+        paths = {"train": data.train_data_path, "valid": data.valid_data_path, "test": data.test_data_path}
+        built = build_split_datasets(
+            paths, counts, sample_format, train.seed, data.data_cache_path, data.multiple_validation_sets
+        )
+    else:
+        built = build_datasets(data.data_path, data.split, counts, sample_format, train.seed, data.data_cache_path)
     built.train[0]  # tokens of another tokenizer are refused here, not within a step
     return built

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from megackpt.config.errors import UsageError
 from megackpt.config.persist import CheckpointConfig
 from megackpt.data.position import DataPosition, resume_message
+from megackpt.data.tokenizer import other_tokenizer
 from megackpt.mesh.device import DeviceSeam
 from megackpt.optim.lr_schedule import LearningRate
 from megackpt.persist import CheckpointError, HostCopy, NamedShard, Retention, RunState, Saver, load
@@ -88,6 +89,8 @@ def state_to_save(trainer: Trainer, where: Position) -> RunState:
             where.consumed_samples, trainer.datasets.train.fingerprint, trainer.datasets.description
         ).to_dict(),
         "vocab_size": trainer.vocab,
+        "padded_vocab_size": trainer.config.model.padded_vocab_size(trainer.vocab, trainer.mesh.tp.size),
+        "tokenizer": trainer.tokenizer.identity() if trainer.tokenizer is not None else None,
         "plan": trainer.plan.to_json(),
         "config": trainer.config.to_yaml(),
     }
@@ -148,6 +151,10 @@ def _applied(trainer: Trainer, state: RunState, report: LoadReport, want: set[st
 def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str], finetune: bool) -> Start:
     extra = report.extra
     messages = [*report.messages, f"loaded {report.directory} (iteration {report.iteration})"]
+    other = other_tokenizer(extra.get("tokenizer"), trainer.tokenizer)
+    if other is not None and not finetune:
+        raise UsageError(f"{other} To go on with the weights alone, load with --finetune.")
+    messages += [other] if other is not None else []
     if "optimizer" in want:
         trainer.optimizer.load_state_tensors(trainer.optimizer.state_tensors(), int(extra["optimizer_steps"]))
     else:

@@ -72,6 +72,8 @@ def train(trainer: Trainer) -> Position:
             saves.look()
             if loop.due(config.train.eval_interval) or loop.ends:
                 loop.evaluate(trainer.datasets.valid, "valid")
+                for name, dataset in trainer.datasets.valid_sets:
+                    loop.evaluate(dataset, "valid", name)
             if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
                 loop.guard.check(f"before iteration {loop.where.iteration} is saved")
                 saves.save(loop.where)
@@ -158,7 +160,7 @@ class Loop:
     def _report(self, outcome: StepOutcome, seconds: float, peaks: Sequence[int] | None) -> None:
         self.reporter.iteration(self.where, outcome, seconds, self._saved_bytes, peaks)
 
-    def evaluate(self, dataset: SampleDataset | None, split: str) -> None:
+    def evaluate(self, dataset: SampleDataset | None, split: str, name: str = "") -> None:
         """Mean loss of a split, if there is any to evaluate; always over the same samples."""
         iterations = self.trainer.config.train.eval_iters
         if dataset is None or iterations == 0:
@@ -166,7 +168,7 @@ class Loop:
         start = time.perf_counter()
         with loader(self.trainer, dataset, 0) as batches:
             loss = self.stepper.evaluate(batches, iterations)
-        self.reporter.evaluation(self.where, loss, time.perf_counter() - start, split)
+        self.reporter.evaluation(self.where, loss, time.perf_counter() - start, split, name)
 
 
 def enough_data(trainer: Trainer, where: Position) -> Datasets:

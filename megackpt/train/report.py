@@ -154,13 +154,13 @@ class Reporter:
             time_left_s=self.progress.left(),
         )
 
-    def evaluation(self, where: Position, loss: float, seconds: float, split: str = "valid") -> None:
+    def evaluation(self, where: Position, loss: float, seconds: float, split: str = "valid", name: str = "") -> None:
         """One evaluation is done."""
         if not self.speaks:
             return
         config = self.trainer.config
         samples = config.train.eval_iters * config.batch.global_batch_size
-        record = EvaluationRecord(where.iteration, where.consumed_samples, loss, split, samples, seconds)
+        record = EvaluationRecord(where.iteration, where.consumed_samples, loss, split, name, samples, seconds)
         for metrics in self._metrics:
             metrics.evaluation(record)
         self._writers.evaluation(record)

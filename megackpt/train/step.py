@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megackpt.data.dataset import Batch
+from megackpt.data.dataset import Batch, document_lengths
 from megackpt.data.loader import MicroBatchLoader
 from megackpt.mesh.process_mesh import ProcessMesh
+from megackpt.model.documents import Documents
 from megackpt.model.ends import masked_loss
 from megackpt.optim.norm import clip_, gradient_statistics, params_norm
 from megackpt.pipeline.boundary import StageResult, TensorSpec
@@ -56,6 +57,7 @@ class Stepper:
         self.samples = config.batch.global_batch_size  # of the step under way
         self.count_bytes = False
         self._batches: Iterator[Batch] = iter(())
+        self._held: dict[int, tuple[dict[str, Tensor], Documents]] = {}  # micro-batches that later chunks need
         self._slots: Mapping[tuple[int, int], int] = {}
         length = config.model.seq_length
         if config.parallel.sequence_parallel:
@@ -85,17 +87,37 @@ class Stepper:
         self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...] | StageResult:
         piece, model = self.trainer.pieces[chunk], self.trainer.chunks[chunk]
-        batch = self._next_batch() if piece.is_first or piece.is_last else {}
+        batch, documents = self._batch(chunk, micro_batch)
         x = batch["tokens"] if piece.is_first else received[0]
         if not piece.is_last:
-            return (model(x),)
-        total, tokens = masked_loss(model(x, batch["labels"]), batch["loss_mask"])
+            return (model(x, documents=documents),)
+        total, tokens = masked_loss(model(x, batch["labels"], documents), batch["loss_mask"])
         seed = total / (self.nominal_tokens / self.trainer.scaler.scale)
         return StageResult(seed, {"total": total.double(), "tokens": tokens})
 
+    def _batch(self, chunk: int, micro_batch: int) -> tuple[dict[str, Tensor], Documents | None]:
+        """What a chunk needs of a micro-batch: the ends read it, and with documents of their own all layers do."""
+        data, pieces = self.trainer.config.data, self.trainer.pieces
+        if not (data.reset_position_ids or data.reset_attention_mask):
+            return (self._next_batch() if pieces[chunk].is_first or pieces[chunk].is_last else {}), None
+        if micro_batch not in self._held:  # the rank's first chunk comes to it first
+            self._held[micro_batch] = self._next_documents()
+        last = chunk == len(pieces) - 1
+        return self._held.pop(micro_batch) if last else self._held[micro_batch]
+
+    def _next_documents(self) -> tuple[dict[str, Tensor], Documents]:
+        arrays = next(self._batches)
+        batch = self._on_device(arrays)
+        positions = batch["position_ids"] if self.trainer.config.data.reset_position_ids else None
+        lengths = document_lengths(arrays["segments"]) if "segments" in arrays else ()
+        return batch, Documents(positions, batch.get("segments"), lengths)
+
     def _next_batch(self) -> dict[str, Tensor]:
+        return self._on_device(next(self._batches))
+
+    def _on_device(self, arrays: Batch) -> dict[str, Tensor]:
         device = self.trainer.seam.device
-        return {name: torch.from_numpy(array).to(device) for name, array in next(self._batches).items()}
+        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
 
     # -- what the loop calls -------------------------------------------------------------------------------------
 
@@ -177,6 +199,7 @@ class Stepper:
             reports = self.executor.run(micro_batches, forward_only=forward_only)
         finally:
             self._batches = iter(())
+            self._held.clear()
         return world_totals(reports, self.trainer.mesh, self.trainer.seam.device)
 
 

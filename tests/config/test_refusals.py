@@ -515,17 +515,48 @@ TABLE = [
     ("", "--data-path a", 1, "--mock-data and --data-path a contradict each other: give one of them."),
     (
         "--mock-data",
-        "--data-path a b c",
+        "--data-path 1 b c",
         1,
-        "--data-path has 3 words: give one prefix, or weights and prefixes in turn, such as --data-path 30 corpus_a 70"
-        " corpus_b.",
+        "--data-path has 3 words: give prefixes alone, or weights and prefixes in turn, such as --data-path 30 corpus_a"
+        " 70 corpus_b.",
     ),
     (
         "--mock-data",
-        "--data-path a b",
+        "--data-path a 1 b 2",
         1,
-        "--data-path: 'a' stands where the weight of b is expected; with several datasets each prefix has its weight"
+        "--data-path: 'a' stands where the weight of 1 is expected; with weights each prefix has its own before it.",
+    ),
+    (
+        "--mock-data",
+        "--data-path 1 a x b",
+        1,
+        "--data-path: 'x' stands where the weight of b is expected; with several datasets each prefix has its weight"
         " before it.",
+    ),
+    (
+        "--mock-data",
+        "--data-path a --train-data-path b",
+        1,
+        "--data-path a and --train-data-path b contradict each other: give one of them.",
+    ),
+    ("", "--valid-data-path v", 1, "--valid-data-path v needs --train-data-path."),
+    (
+        "--mock-data",
+        "--train-data-path a --multiple-validation-sets",
+        1,
+        "--multiple-validation-sets needs --valid-data-path with a prefix for each set.",
+    ),
+    (
+        "--mock-data",
+        "--train-data-path a --valid-data-path 1 b 2 c --multiple-validation-sets",
+        1,
+        "--multiple-validation-sets evaluates each set alone: leave the weights of --valid-data-path out.",
+    ),
+    (
+        "",
+        "--reset-attention-mask",
+        1,
+        "--reset-attention-mask with --mock-data has no effect: made-up samples have no documents.",
     ),
     ("--mock-data", "--data-path -1 a", 1, "--data-path: the weight -1 of a must be finite and at least 0."),
     ("--mock-data", "--data-path 0 a 0 b", 1, "--data-path: all weights are 0; at least one must be above 0."),

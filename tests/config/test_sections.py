@@ -116,6 +116,8 @@ def test_split_shares_are_normalised() -> None:
 def test_data_path_weights_are_normalised() -> None:
     assert parse_data_path(["a"]) == ((1.0, "a"),)
     assert parse_data_path(["3", "a", "1", "b"]) == ((0.75, "a"), (0.25, "b"))
+    assert parse_data_path(["a", "b", "c"]) == ((None, "a"), (None, "b"), (None, "c"))
+    assert parse_data_path(["7"]) == ((1.0, "7"),)
 
 
 def test_sections_are_frozen() -> None:

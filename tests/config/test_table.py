@@ -40,6 +40,8 @@ _WORKS = """
 --ckpt-format --use-checkpoint-args --exit-on-missing-checkpoint --pretrained-checkpoint --async-save
 --dist-ckpt-strictness --save-retain-interval --ckpt-step
 --data-path --split --tokenizer-type --tokenizer-model --vocab-file --merge-file --data-cache-path
+--train-data-path --valid-data-path --test-data-path --reset-attention-mask --reset-position-ids
+--tokenizer-name-or-path
 --mock-data --num-workers
 --log-interval --log-throughput --log-num-zeros-in-grad --log-params-norm --tensorboard-dir --wandb-project
 --wandb-exp-name --use-flash-attn --attention-backend

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,9 @@ import pytest
 
 from megackpt.config.errors import UsageError
 from megackpt.data.indexed_writer import IndexedWriter
+from megackpt.train.checkpoint import load_run
+from megackpt.train.loop import train
+from tests.data_room.tokenizer_files import gpt2_files
 from tests.layouts import SMALL_GPT, Flags, Layout, built, logged, train_all
 from tests.pool import run_distributed
 
@@ -39,3 +43,37 @@ def test_data_of_another_tokenizer_is_refused_before_the_first_step(tmp_path: Pa
     first, second = run_distributed(_refused, 2, _flags(tmp_path, 509), Layout(pp=2))
     assert first == second
     assert f"{tmp_path}/data: holds token ids from" in first and "to 509, but there are 509 ids" in first
+
+
+def _resumed_with(rank: int, world_size: int, flags: Flags, other: Flags) -> list[str]:
+    """Saved by a run with one tokenizer; what a run with another says, without and with --finetune."""
+    train(built(flags))
+    said = []
+    for more in ({}, {"finetune": True}):
+        trainer = built({**flags, **other, **more, "load": flags["save"], "train-iters": 3})
+        try:
+            said.append(" ".join(load_run(trainer).messages))
+        except UsageError as refusal:
+            said.append(f"REFUSED {refusal}")
+    return said
+
+
+def test_tokenizer_of_the_checkpoint_is_compared(tmp_path: Path) -> None:
+    """The same file in another place is the same tokenizer; another one is refused, and with --finetune it is said."""
+    vocab, merges = gpt2_files(tmp_path)
+    size = len(json.loads(Path(vocab).read_text()))
+    files: Flags = {"tokenizer-type": "GPT2BPETokenizer", "vocab-file": vocab, "merge-file": merges}
+    flags = {k: v for k, v in _flags(tmp_path, size - 1).items() if k != "vocab-size"}
+    flags |= {**files, "save": str(tmp_path / "save")}
+    (tmp_path / "same").mkdir()
+    moved = gpt2_files(tmp_path / "same")
+    (same,) = run_distributed(_resumed_with, 1, flags, {"vocab-file": moved[0], "merge-file": moved[1]})
+    assert "iteration 2" in same[0] and "not that of the checkpoint" not in " ".join(same)
+    lines = Path(moved[1]).read_text().splitlines(keepends=True)
+    Path(moved[1]).write_text("".join([lines[0], lines[2], lines[1], *lines[3:]]))
+    (other,) = run_distributed(_resumed_with, 1, flags, {"vocab-file": moved[0], "merge-file": moved[1]})
+    assert other[0].startswith("REFUSED the tokenizer is not that of the checkpoint: GPT2BPETokenizer")
+    assert "--finetune" in other[0] and "the tokenizer is not that of the checkpoint" in other[1]
+    null: Flags = {"tokenizer-type": "NullTokenizer", "vocab-size": size - 1}
+    (prepared,) = run_distributed(_resumed_with, 1, flags, null)
+    assert "iteration 2" in prepared[0] and "not that of the checkpoint" not in prepared[0]
