@@ -29,33 +29,39 @@ class Health:
     def __init__(self, limit: int | None) -> None:
         self.limit = limit
         self.in_a_row = 0
-        self.suspects: list[str] = []
+        self.suspects: list[str] | None = None
 
     @property
     def last_chance(self) -> bool:
-        """Whether the run ends if the next step is left out too."""
-        return self.limit is not None and self.in_a_row + 1 >= self.limit
+        """Whether steps have been left out and the run ends if the next one is too.
+
+        Worth a look at each rank's own gradients, and a wait for them.  A run that ends at its first such step is not
+        slowed down by looking in every one: it looks at what is left after the reduction.
+        """
+        return self.limit is not None and self.in_a_row > 0 and self.in_a_row + 1 >= self.limit
 
     @property
     def hopeless(self) -> bool:
         return self.limit is not None and self.in_a_row >= self.limit
 
     def look(self, gradients: Iterable[tuple[ParameterRecord, Tensor]]) -> None:
-        """Remember which of this rank's own gradients are not finite, in the order given: before they are reduced,
-        and are not finite anywhere."""
-        self.suspects = [record.name for record, gradient in gradients if not bool(torch.isfinite(gradient).all())]
+        """Remember which of this rank's gradients are not finite, in the order given.  Before they are reduced: then
+        they are so everywhere."""
+        pairs = list(gradients)
+        finite = torch.stack([torch.isfinite(gradient).all() for _, gradient in pairs]).tolist() if pairs else []
+        self.suspects = [record.name for (record, _), good in zip(pairs, finite, strict=True) if not good]
 
     def update(self, healthy: bool, curable: bool) -> None:
         """One step is over; `curable`: the next one has a lower loss scale, or may have."""
         if healthy:
-            self.in_a_row = 0
+            self.in_a_row, self.suspects = 0, None
         elif not curable:
             self.in_a_row += 1
 
     def stop(self, mesh: ProcessMesh, iteration: int, loss: float, loss_scale: float) -> None:
         """Raise TrainingStopped with what all ranks have seen.  A collective call of all ranks."""
         place = f"rank {mesh.rank} (tp {mesh.tp.index}, dp {mesh.dp.index}, pp {mesh.pp.index})"
-        found = everyone((place, self.suspects))
+        found = everyone((place, self.suspects or []))
         everywhere = dict.fromkeys(name for _, names in found for name in names)
         what = f"the loss is {loss}"
         if everywhere:

@@ -141,8 +141,7 @@ class Stepper:
         trainer.reduction.start(micro_batches, early=not trainer.health.last_chance)
         total, tokens = self._run(batches, micro_batches, forward_only=False)
         if trainer.health.last_chance:
-            gradients = trainer.buffer.gradients()
-            trainer.health.look((record, gradients[record.name]) for _, record in trainer.parameters)
+            self._look()
         scale = self.nominal_tokens / tokens / trainer.scaler.scale if tokens else 0.0
         trainer.reduction.finish(scale)
         return total, tokens
@@ -160,6 +159,8 @@ class Stepper:
         curable = trainer.scaler.can_fall
         trainer.scaler.update(not healthy)
         trainer.health.update(healthy, curable)
+        if trainer.health.hopeless and trainer.health.suspects is None:
+            self._look()
         norm = None
         if logging.log_params_norm:
             norm = params_norm(trainer.optimizer.masters(), trainer.mesh, sharded=trainer.optimizer.sharded)
@@ -186,6 +187,10 @@ class Stepper:
             total, tokens = total + one, tokens + count
         self._training(True)
         return total / tokens if tokens else 0.0
+
+    def _look(self) -> None:
+        gradients = self.trainer.buffer.gradients()
+        self.trainer.health.look((record, gradients[record.name]) for _, record in self.trainer.parameters)
 
     def _training(self, on: bool) -> None:
         for chunk in self.trainer.chunks:

@@ -14,9 +14,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from megackpt.config.run import RunConfig
+from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.train.build import Trainer
 from megackpt.train.health import TrainingStopped
-from megackpt.train.loop import loader, train
+from megackpt.train.loop import loader, run, train
 from megackpt.train.step import Stepper
 from tests.layouts import COMMON, SMALL_GPT, Flags, Layout, built, logged, train_all
 from tests.pool import run_distributed
@@ -206,6 +208,25 @@ def test_other_formats_end_too_unless_told_not_to(dtype: str, more: Flags) -> No
         assert updates == 2
     endless = flags | {"no-check-for-nan-in-loss-and-grad": True}
     assert run_distributed(trained, 2, endless, layout, faults) == [("", 3)] * 2
+
+
+@pytest.mark.parametrize("more", [{}, OVERLAP], ids=["plain", "overlap"])
+def test_a_run_may_end_at_its_first_bad_step(more: Flags) -> None:
+    """Gradients are looked at after they were reduced: both data-parallel ranks are named."""
+    flags = TINY | more | {"fp16": False, "bf16": True, "max-skipped-iterations": 1, "train-iters": 9}
+    for message, updates in run_distributed(trained, 2, flags, Layout(dp=2), {4: (1, FIRST, NAN)}):
+        assert message.startswith("iteration 4: 1 step(s) in a row") and updates == 3
+        assert f"{FIRST} (layer 0) is not finite on " in message
+
+
+def test_the_process_ends_with_code_1_and_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    """A static scale that no fp16 gradient survives."""
+    flags = TINY | {"loss-scale": 2.0**60, "max-skipped-iterations": 2, "train-iters": 9, "log-interval": 1}
+    assert run(RunConfig.from_flags(flags), LaunchEnvironment.detect({})) == 1
+    out, err = capsys.readouterr()
+    assert out.count("number of skipped iterations:   1") == 2
+    assert "megackpt: error: iteration 2: 2 step(s) in a row had to be left out at loss scale 1.15292e+18" in err
+    assert "Traceback" not in err
 
 
 def nan_in_the_forward(rank: int, world_size: int, flags: Flags, layout: Layout) -> str:
