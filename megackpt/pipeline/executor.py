@@ -9,9 +9,13 @@ At one stage nothing is received or sent and the rest is the same. Forward-only 
 or tapes. Where stages have several chunks, chunk c of the last stage feeds chunk c+1 of the first: the chain of
 stages becomes a ring, and every stage still has one neighbour before it and one after it.
 
-Memory: while a stage computes, none of its sent outputs is alive (`sends_in_flight` = 0; a higher value lets
-that many messages per direction leave during computation, for the price of their bytes), and one received
-message per direction may lie ahead. Which schedules are free of deadlock under these rules is what
+Overlap: the next message of each direction is posted for before the one at hand is waited for, so it travels while
+this stage computes; what an action sends leaves while the next one computes, and is waited for only before the one
+after. The two directions have communicators of their own and never wait for each other. Nothing that needs no
+message (a W, what is rebuilt ahead) waits for one.
+
+Memory: while a stage computes, the message that the action before sent is alive (without `overlap` it has left),
+and one received message per direction may lie ahead. Which schedules are free of deadlock under these rules is what
 `plan.machine.check_schedule` decides.
 """
 
@@ -70,7 +74,7 @@ class Executor:
         open_tape: OpenTape = NoTape,
         device: torch.device | None = None,
         timeout_s: float = DEFAULT_TIMEOUT_S,
-        sends_in_flight: int = 0,
+        overlap: bool = True,
         on_last_backward: Callable[[int], None] | None = None,
         deferred: DeferredSink | None = None,
     ) -> None:
@@ -86,7 +90,7 @@ class Executor:
         self.open_tape = open_tape
         self.device = device or torch.device("cpu")
         self.timeout_s = timeout_s
-        self.sends_in_flight = sends_in_flight
+        self.overlap = overlap
         self.on_last_backward = on_last_backward
         self.deferred = deferred
         self._connected = False
@@ -159,6 +163,7 @@ class _Run:
         self.expected: dict[str, list[tuple[Action, Boundary]]] = {}
         self.inboxes: dict[str, Inbox] = {}
         self.outboxes: dict[str, Outbox] = {}
+        self.previous: Action | None = None
         self.wait_s = 0.0
         self.sent_bytes = self.received_bytes = 0
 
@@ -206,10 +211,10 @@ class _Run:
     def receive(self, action: Action) -> tuple[Tensor, ...]:
         """The message of `action` (() if none comes), and this rank's own earlier messages off its hands."""
         start = time.perf_counter()
+        for outbox in self.outboxes.values():
+            outbox.settle(but=self.previous if self.owner.overlap else None)
         comes = self._source(action) is not None
         tensors = self.inboxes[action.kind].receive(action) if comes else ()
-        for outbox in self.outboxes.values():
-            outbox.settle(self.owner.sends_in_flight)
         self.wait_s = time.perf_counter() - start
         self.received_bytes = sum(tensor.nbytes for tensor in tensors)
         return tensors
@@ -239,6 +244,7 @@ class _Run:
                 )
             )  # fmt: skip
         self.progress.complete(action)
+        self.previous = action
 
     def forward(self, action: Action) -> None:
         received = self.receive(action)

@@ -102,9 +102,9 @@ class Outbox:
         carried = [tensor.detach().contiguous().to(self._link.carrier) for tensor in tensors]
         self._leaving.append((action, [self._link.isend(tensor) for tensor in carried], carried))
 
-    def settle(self, allowed: int = 0) -> None:
-        """Wait until at most `allowed` messages are still leaving; free the others."""
-        while len(self._leaving) > allowed:
+    def settle(self, but: Action | None = None) -> None:
+        """Wait until all messages have left, but the one that the action `but` sent; free them."""
+        while self._leaving and self._leaving[0][0] != but:
             action, works, _ = self._leaving[0]
             self._link.wait("send", action, works)
             self._leaving.popleft()

@@ -4,7 +4,8 @@ It runs one list of actions per stage with the executor's rules of exchange:
 
 * a stage posts ONE receive ahead per channel: the next one, as soon as the last one was taken;
 * a message leaves its sender when the receiver has posted for it (rendezvous, as gloo does it);
-* a stage starts to compute only when all but `sends_in_flight` of its messages per channel have left.
+* a stage starts to compute only when its messages have left; with `overlap` the one of the action just before may
+  still be leaving.
 
 A channel is one direction (F or B) between two stages and delivers in order. What passes here cannot deadlock
 there.
@@ -32,10 +33,11 @@ class _Channel:
     sent: list[Action] = field(default_factory=list)  # named as the receiver will call them
     ready: list[int] = field(default_factory=list)  # slot in which each one exists
     taken: int = 0
+    sent_at: int = -1  # place of the sender's action that made the last message
 
-    def clogged(self, sends_in_flight: int) -> bool:
+    def clogged(self, last_may_wait: bool) -> bool:
         """A message that must have left by now still lacks a posted receive."""
-        return len(self.sent) - 1 - sends_in_flight > self.taken
+        return len(self.sent) - 1 - last_may_wait > self.taken
 
 
 @dataclass
@@ -49,7 +51,7 @@ class _Stage:
     slots: dict[int, Action] = field(default_factory=dict)
 
 
-def check_schedule(lists: Lists, sends_in_flight: int = 0) -> list[int]:
+def check_schedule(lists: Lists, overlap: bool = False) -> list[int]:
     """Run the lists (one per stage); return for each stage the most (micro-batch, chunk) pairs held at once.
 
     A pair is held from its forward to the end of its backward, or of its W where there is one. Lists without
@@ -57,14 +59,14 @@ def check_schedule(lists: Lists, sends_in_flight: int = 0) -> list[int]:
     backward before its forward, on messages taken in another order than sent, and on deadlock (naming who
     waits for what).
     """
-    return [stage.peak for stage in _run(lists, sends_in_flight)]
+    return [stage.peak for stage in _run(lists, overlap)]
 
 
 def clock_table(lists: Lists) -> str:
     """The schedule as an ASCII clock table, every action one column wide; chunk numbers appear only if there
     are two.
     """
-    stages = _run(lists, 0)
+    stages = _run(lists, False)
     chunked = any(action.chunk for actions in lists for action in actions)
     texts = [{t: str(a) if chunked else str(a).split(".")[0] for t, a in stage.slots.items()} for stage in stages]
     width = 1 + max(len(text) for row in texts for text in row.values())
@@ -75,19 +77,19 @@ def clock_table(lists: Lists) -> str:
     return "\n".join(lines)
 
 
-def _run(lists: Lists, sends_in_flight: int) -> list[_Stage]:
+def _run(lists: Lists, overlap: bool) -> list[_Stage]:
     _check_complete(lists)
-    machine = _Machine(lists, sends_in_flight)
+    machine = _Machine(lists, overlap)
     machine.run()
     return machine.stages
 
 
 class _Machine:
-    def __init__(self, lists: Lists, sends_in_flight: int) -> None:
+    def __init__(self, lists: Lists, overlap: bool) -> None:
         self.chunks = 1 + max(action.chunk for actions in lists for action in actions)
         self.stages = [_Stage(actions) for actions in lists]
         self.channels: dict[tuple[str, int, int], _Channel] = defaultdict(_Channel)
-        self.sends_in_flight = sends_in_flight
+        self.overlap = overlap
 
     def run(self) -> None:
         """Let every stage go on as far as it can, in turn, until none can."""
@@ -123,7 +125,7 @@ class _Machine:
     def _compute(self, index: int, action: Action) -> bool:
         stage, target = self.stages[index], destination(action, index, len(self.stages), self.chunks)
         outgoing = [channel for (_, a, b), channel in self.channels.items() if a == index != b]
-        if any(channel.clogged(self.sends_in_flight) for channel in outgoing):
+        if any(c.clogged(self.overlap and c.sent_at == stage.position - 1) for c in outgoing):
             return False
         stage.slots[stage.clock] = action
         stage.clock += 1
@@ -132,6 +134,7 @@ class _Machine:
         _hold(stage, action)
         if target is not None:
             channel = self.channels[action.kind, index, target[0]]
+            channel.sent_at = stage.position - 1
             channel.sent.append(target[1])
             channel.ready.append(stage.clock)
         return True

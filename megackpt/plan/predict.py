@@ -211,7 +211,7 @@ class _Slot:
 
 class StageWalk:
     """A stage's actions in order with the executor's rules: one message posted ahead per direction, a sent tensor
-    alive until the next action begins, a received gradient alive until its backward has ended.  Which slot's plan a
+    alive until the next action ends, a received gradient alive until its backward has ended.  Which slot's plan a
     micro-batch has, `plan.slots` says."""
 
     def __init__(self, made: Profile, layout: Layout, plan: Plan, stage: int, *, watched: bool = False) -> None:
@@ -254,7 +254,6 @@ class StageWalk:
                 coming[action.kind] -= 1
                 self.posted[action.kind] = self.message if coming[action.kind] else 0
                 self._note(action, "receive", self.message)
-            self.sent = 0
             getattr(self, {"F": "_forward", "B": "_backward", "W": "_weight"}[action.kind])(action)
         if self.in_flight:
             raise ValueError(f"stage {self.stage} ends with {self.in_flight} forwards that no backward has freed")
@@ -276,7 +275,7 @@ class StageWalk:
         self.live += slot.forward.change
         if not self._last[action.chunk]:
             self.live -= self.message
-            self.sent = self.message if self._sends(action) else 0
+        self.sent = self.message if self._sends(action) else 0
 
     def _backward(self, action: Action) -> None:
         slot = self._of(action)
@@ -291,6 +290,7 @@ class StageWalk:
     def _weight(self, action: Action) -> None:
         slot = self._of(action)
         self._note(action, "weight gradients", 0)
+        self.sent = 0
         self.live -= slot.waiting
         self.waiting -= slot.waiting
 

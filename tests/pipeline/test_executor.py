@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from megackpt.pipeline import Executor, NoTape, StageResult, TensorSpec
@@ -24,9 +26,9 @@ def counts(stages: int) -> list[int]:
 # -- numbers ---------------------------------------------------------------------------------------------------------
 
 
-def train_chain(rank: int, stages: int, runs: list[tuple[int, Any, int]]) -> list[dict[str, Any]]:
+def train_chain(rank: int, stages: int, runs: list[tuple[int, Any, bool]]) -> list[dict[str, Any]]:
     mesh, results = pipeline_mesh(stages), []
-    for micro_batches, schedule, sends_in_flight in runs:
+    for micro_batches, schedule, overlap in runs:
         stage = Stage(rank, stages, micro_batches)
         executor = Executor(
             mesh,
@@ -34,7 +36,7 @@ def train_chain(rank: int, stages: int, runs: list[tuple[int, Any, int]]) -> lis
             boundary_specs(rank, stages, (SPEC,)),
             schedule=schedule,
             timeout_s=20,
-            sends_in_flight=sends_in_flight,
+            overlap=overlap,
         )
         before = executor.run(micro_batches, forward_only=True)
         assert not stage.gradients()
@@ -45,8 +47,8 @@ def train_chain(rank: int, stages: int, runs: list[tuple[int, Any, int]]) -> lis
 
 @pytest.mark.parametrize("stages", [1, 2, 4])
 def test_losses_and_gradients_are_those_of_the_uncut_chain(stages: int) -> None:
-    runs = [(n, schedule, 0) for n in counts(stages) for schedule in (one_f_one_b, gpipe)]
-    runs += [(2 * stages + 1, one_f_one_b, 1)]
+    runs = [(n, schedule, True) for n in counts(stages) for schedule in (one_f_one_b, gpipe)]
+    runs += [(2 * stages + 1, one_f_one_b, False)]
     by_rank = run_distributed(train_chain, stages, runs)
     for (micro_batches, _, _), *results in zip(runs, *by_rank, strict=True):
         losses, gradients = by_hand(micro_batches)
@@ -125,7 +127,7 @@ def test_events_and_tapes_follow_the_schedule() -> None:
 # -- memory ----------------------------------------------------------------------------------------------------------
 
 
-def watch_storages(rank: int, stages: int, micro_batches: int) -> dict[str, Any]:
+def watch_storages(rank: int, stages: int, micro_batches: int, overlap: bool) -> dict[str, Any]:
     """What is alive of sent outputs and received inputs whenever a stage computes, and after the run."""
     gc.disable()  # what only the collector would free counts as held
     watched: dict[str, list[Any]] = {"sent": [], "received": [], "graph": []}
@@ -154,7 +156,8 @@ def watch_storages(rank: int, stages: int, micro_batches: int) -> dict[str, Any]
         watch("sent", output)
         return (output,)
 
-    executor = Executor(pipeline_mesh(stages), forward, boundary_specs(rank, stages, (SPEC,)), timeout_s=20)
+    specs = boundary_specs(rank, stages, (SPEC,))
+    executor = Executor(pipeline_mesh(stages), forward, specs, timeout_s=20, overlap=overlap)
     reports = executor.run(micro_batches)
     held = {kind: alive(kind) for kind in watched}
     total = {kind: len(references) for kind, references in watched.items()}
@@ -164,16 +167,89 @@ def watch_storages(rank: int, stages: int, micro_batches: int) -> dict[str, Any]
     return {"seen": seen, "held": held, "total": total, "again": again, "reports": len(reports)}
 
 
-def test_sent_outputs_are_freed_and_nothing_is_held_after_a_run() -> None:
+@pytest.mark.parametrize("overlap", [True, False])
+def test_sent_outputs_are_freed_and_nothing_is_held_after_a_run(overlap: bool) -> None:
+    """With overlap an output may be on its way while the next action computes, never longer."""
     micro_batches = 5
-    for rank, result in enumerate(run_distributed(watch_storages, 3, micro_batches)):
+    for rank, result in enumerate(run_distributed(watch_storages, 3, micro_batches, overlap)):
         assert result["held"] == result["again"] == {"sent": 0, "received": 0, "graph": 0}
         assert result["total"]["graph"] == micro_batches
         assert result["total"]["sent"] == (micro_batches if rank < 2 else 0)
-        assert result["seen"]["sent at F"] == [0] * 2 * micro_batches
-        assert result["seen"]["sent at B"] == [0] * micro_batches
+        trained = one_f_one_b(3, rank, micro_batches)
+        before = [Action("B", 0), *trained[:-1]]
+        leaving = [int(overlap and rank < 2 and action.kind == "F") for action in before]
+        evaluated = [0] + [int(overlap and rank < 2)] * (micro_batches - 1)
+        by_kind = {k: [n for n, a in zip(leaving, trained, strict=True) if a.kind == k] for k in ("F", "B")}
+        assert result["seen"]["sent at F"] == by_kind["F"] + evaluated
+        assert result["seen"]["sent at B"] == by_kind["B"]
         assert result["seen"]["received at F"] == [0] * 2 * micro_batches
         assert result["reports"] == (micro_batches if rank == 2 else 0)
+
+
+# -- overlap ---------------------------------------------------------------------------------------------------------
+
+
+def log_transfers(rank: int, stages: int, micro_batches: int, overlap: bool) -> list[str]:
+    """What a rank posts, waits for and computes, in order, seen from outside of the pipeline."""
+    log: list[str] = []
+    sent, received = itertools.count(), itertools.count()
+
+    class Waited:
+        def __init__(self, work: dist.Work, name: str) -> None:
+            self.work, self.name = work, name
+
+        def wait(self, *limit: Any) -> None:
+            log.append(f"wait {self.name}")
+            self.work.wait(*limit)
+
+    real_send, real_receive = dist.isend, dist.irecv
+
+    def isend(*args: Any, **kwargs: Any) -> Waited:
+        name = f"send {next(sent)}"
+        log.append(name)
+        return Waited(real_send(*args, **kwargs), name)
+
+    def irecv(*args: Any, **kwargs: Any) -> Waited:
+        name = f"post {next(received)}"
+        log.append(name)
+        return Waited(real_receive(*args, **kwargs), name)
+
+    stage = Stage(rank, stages, micro_batches)
+    for parameter in list(stage.parameters())[-1:]:  # the first that a backward reaches
+        parameter.register_hook(lambda _: log.append("B"))
+
+    def forward(chunk: int, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...] | StageResult:
+        log.append("F")
+        return stage(chunk, micro_batch, received)
+
+    specs = boundary_specs(rank, stages, (SPEC,))
+    executor = Executor(pipeline_mesh(stages), forward, specs, timeout_s=20, overlap=overlap)
+    dist.isend, dist.irecv = isend, irecv  # type: ignore[assignment]
+    try:
+        executor.run(micro_batches)
+    finally:
+        dist.isend, dist.irecv = real_send, real_receive
+    return log
+
+
+def test_messages_are_posted_early_and_waited_for_late() -> None:
+    """Three micro-batches on two stages.  The next receive is posted before the one at hand is used; a send is waited
+    for only when the action after it has been computed."""
+    first, last = run_distributed(log_transfers, 2, 3, True)
+    assert first == [
+        *("post 0", "F", "send 0", "F", "send 1"),
+        *("wait send 0", "wait post 0", "post 1", "B"),
+        *("wait send 1", "F", "send 2"),
+        *("wait post 1", "post 2", "B"),
+        *("wait send 2", "wait post 2", "B"),
+    ]
+    assert last == [
+        *("post 0", "wait post 0", "post 1", "F", "B", "send 0"),
+        *("wait post 1", "post 2", "F", "wait send 0", "B", "send 1"),
+        *("wait post 2", "F", "wait send 1", "B", "send 2", "wait send 2"),
+    ]
+    first, last = run_distributed(log_transfers, 2, 3, False)
+    assert first[:8] == ["post 0", "F", "send 0", "wait send 0", "F", "send 1", "wait send 1", "wait post 0"]
 
 
 # -- size ------------------------------------------------------------------------------------------------------------

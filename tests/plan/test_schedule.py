@@ -62,8 +62,8 @@ def test_every_schedule_runs_and_holds_what_it_should(generator: object) -> None
             expected = [in_flight(stages, stage, micro_batches) for stage in range(stages)]
             if generator is gpipe:
                 expected = [micro_batches] * stages
-            for sends_in_flight in (0, 1):
-                assert check_schedule(lists, sends_in_flight) == expected
+            for overlap in (False, True):
+                assert check_schedule(lists, overlap) == expected
             assert check_schedule([forward_part(actions) for actions in lists]) == [0] * stages
 
 
@@ -159,7 +159,7 @@ def test_the_machine_knows_that_a_message_needs_a_posted_receive() -> None:
     assert check_schedule(mixed(5)) == [5, 1]
     with pytest.raises(ScheduleError, match="deadlock: stage 0 at F5.0 waits until its last message is taken; stage 1"):
         check_schedule(mixed(6))
-    assert check_schedule(mixed(6), sends_in_flight=1) == [6, 1]
+    assert check_schedule(mixed(6), overlap=True) == [6, 1]
 
 
 def test_plan_needs_no_torch() -> None:
