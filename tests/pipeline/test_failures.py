@@ -51,6 +51,8 @@ def fail(rank: int, stages: int, how: str, micro_batches: int) -> dict[str, Any]
 
         def __exit__(self, *failure: object) -> None: ...
 
+        def rebuild_ahead(self) -> None: ...
+
         def close(self) -> None:
             closed.append(self.micro_batch)
 

@@ -187,11 +187,11 @@ def test_an_impossible_budget_is_refused_before_any_group(capsys: pytest.Capture
     assert run(RunConfig.from_flags(flags, 2), LaunchEnvironment.detect(environment)) == 2
     said = capsys.readouterr().err
     assert said == (
-        "megackpt: error: --memory-budget-gib 0.0042 is impossible: even with everything replayed stage 0 needs at"
-        " least 4,816,640 bytes with 2 layers (4,226,563 of them state), the budget is 4,509,715. Nearest possible:"
-        " --memory-budget-gib 0.00449. What reaches it: --micro-batch-size 1 (0.00417 GiB), or"
-        " --tensor-model-parallel-size 2 on 4 ranks (0.002403 GiB), or --pipeline-model-parallel-size 4 on 4 ranks"
-        " (0.00296 GiB).\n"
+        "megackpt: error: --memory-budget-gib 0.0042 is impossible: even with everything replayed stage 1 needs at"
+        " least 4,816,512 bytes with 2 layers (4,168,451 of them state), the budget is 4,509,715. Nearest possible:"
+        " --memory-budget-gib 0.00449. What reaches it: --micro-batch-size 1 (0.00416 GiB), or"
+        " --tensor-model-parallel-size 2 on 4 ranks (0.002442 GiB), or --pipeline-model-parallel-size 4 on 4 ranks"
+        " (0.002942 GiB).\n"
     )
     nearest = float(said.split("Nearest possible: --memory-budget-gib ")[1].split()[0].rstrip("."))
     made = task_of(RunConfig.from_flags(flags | {"memory-budget-gib": nearest}, 2), 509, machine_of("cpu"), "cpu")
