@@ -1,0 +1,94 @@
+"""A checkpoint goes on at any other layout: weights and moments to the bit, the losses that follow within rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megackpt.mesh.parameter import gather_full
+from megackpt.train.build import Trainer
+from megackpt.train.checkpoint import Position, load_run
+from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, built, layouts, save_run, steps
+from tests.pool import run_distributed
+
+CUT = {"num-layers": 5, "params-dtype": "fp64", "recompute-granularity": "full"}
+FAMILIES = {"gpt": SMALL_GPT | CUT, "llama": SMALL_LLAMA | CUT}
+START = Layout(tp=2, pp=2, vp=2)
+SIX = Position(2, 8)  # after two steps of four samples
+
+
+def everything(trainer: Trainer) -> dict[str, Tensor]:
+    """Weights and optimizer state of this stage, whole and without padding rows, by kind and global name."""
+    records = {record.name: record for _, record in trainer.parameters}
+    local = {f"weight.{record.name}": (parameter, record) for parameter, record in trainer.parameters}
+    for kind, tensors in trainer.optimizer.state_tensors().items():
+        local |= {f"{kind}.{name}": (tensor, records[name]) for name, tensor in tensors.items()}
+    whole = {}
+    for name, (tensor, record) in local.items():
+        full = gather_full(tensor.detach(), record, trainer.mesh.tp)
+        whole[name] = (full if record.valid_rows is None else full[: record.valid_rows]).clone()
+    return whole
+
+
+def first(rank: int, world: int, flags: Flags, layout: Layout, folder: str) -> tuple[dict[str, Tensor], list[float]]:
+    """Two steps, a save, two more steps."""
+    trainer = built(flags | {"save": folder}, layout)
+    steps(trainer, 2)
+    save_run(trainer, SIX)
+    state = everything(trainer)
+    return state, steps(trainer, 2, consumed=SIX.consumed_samples).losses
+
+
+def again(
+    rank: int, world: int, flags: Flags, layout: Layout, source: str, target: str
+) -> tuple[dict[str, Tensor], list[float], int]:
+    """Load, save what was loaded, go on for two steps."""
+    trainer = built(flags | {"load": source, "save": target}, layout)
+    start = load_run(trainer)
+    assert start.position == SIX
+    state = everything(trainer)
+    save_run(trainer, SIX)
+    return state, steps(trainer, 2, consumed=SIX.consumed_samples).losses, trainer.optimizer.step_count
+
+
+def joined(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The state of all stages; every rank that has a tensor has the same."""
+    whole: dict[str, Tensor] = {}
+    for state in of_ranks:
+        for name, tensor in state.items():
+            assert torch.equal(whole.setdefault(name, tensor), tensor), name
+    return whole
+
+
+def check(flags: Flags, folder: Path, targets: list[Layout]) -> None:
+    saved = run_distributed(first, START.world_size, flags, START, str(folder / "start"), timeout=60)
+    state, losses = joined([of_rank for of_rank, _ in saved]), saved[0][1]
+    for name, tensor in state.items():
+        assert name.startswith("weight") or bool((tensor != 0).any()), name
+    for layout in targets:
+        other = str(folder / str(layout))
+        found = run_distributed(again, layout.world_size, flags, layout, str(folder / "start"), other, timeout=60)
+        for _, now, count in found:
+            assert count == 4 and all(abs(a - b) <= 1e-12 * b for a, b in zip(now, losses, strict=True)), (layout, now)
+        there = joined([of_rank for of_rank, _, _ in found])
+        assert there.keys() == state.keys()
+        assert [name for name, tensor in state.items() if not torch.equal(there[name], tensor)] == [], layout
+        back = run_distributed(again, START.world_size, flags, START, other, str(folder / "back"), timeout=60)
+        returned = joined([of_rank for of_rank, _, _ in back])
+        assert [name for name, tensor in state.items() if not torch.equal(returned[name], tensor)] == [], layout
+        assert [now for _, now, _ in back] == [losses] * START.world_size  # the same layout: to the bit
+
+
+def test_a_few_layouts_and_back(tmp_path: Path) -> None:  # CK-08
+    check(FAMILIES["gpt"], tmp_path, [Layout(), Layout(pp=2), Layout(tp=2, sp=True), Layout(dp=2), Layout(pp=2, vp=2)])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_layout_of_up_to_four_processes_and_back(tmp_path: Path, family: str) -> None:
+    wanted = layouts(4)
+    wanted += [Layout(pp=2, vp=2), Layout(tp=2, pp=2, vp=2, sp=True), Layout(pp=2, dp=2, vp=2)]
+    check(FAMILIES[family], tmp_path, wanted)
