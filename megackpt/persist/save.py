@@ -6,9 +6,10 @@ as they were.
 
 ::
 
-    save      plan (once) ─ temporary directory ─ snapshot │ training goes on
-    writer                                                 └─ write, sum, fsync ┐
-    poll                                                     all ranks done? ───┴─ manifest ─ rename ─ tracker
+    save     plan (once) ─ temporary directory ─ snapshot │ training goes on
+    writer   on every rank                                └─ write, sum, fsync ┐
+    poll                                                    all ranks done? ───┤
+    writer   on rank 0                                                         └─ manifest ─ rename ─ tracker ─ delete
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ from megackpt.persist.tensor_file import FileDigest, Part, write_bytes, write_te
 from megackpt.persist.torch_file import file_name, pieces_of_file, write_document
 from megackpt.persist.writing import HostCopy, Writing
 
+T = TypeVar("T")
+
 
 def save(
     root: str | Path, iteration: int, state: RunState, mesh: ProcessMesh, group: ProcessGroup | None = None
@@ -47,15 +50,22 @@ def save(
     return path
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Flight:
-    """A save that has begun."""
+    """A save that has begun. `written`: all ranks are known to have written their files; then rank 0 commits."""
 
     iteration: int
     temporary: Path
     run: bytes
     plan: WritePlan
     writing: Writing[FileDigest | None]
+    written: bool = False
+    commit: Writing[Path] | None = None
+
+    @property
+    def done(self) -> bool:
+        """This rank has nothing to do at the moment."""
+        return self.writing.done and (self.commit is None or self.commit.done)
 
 
 class Saver:
@@ -79,7 +89,6 @@ class Saver:
         self._host_copy, self._form, self._retention = host_copy, form, retention
         self._planned: tuple[tuple[Kind, ...], WritePlan] | None = None
         self._flight: _Flight | None = None
-        self._removal: Writing[None] | None = None
 
     @property
     def busy(self) -> bool:
@@ -118,35 +127,49 @@ class Saver:
 
         Raises like `save`.
         """
-        if self._flight is None or not self.ranks.all_true(self._flight.writing.done):
+        flight = self._flight
+        if flight is None or not self.ranks.all_true(flight.done):
             return None
-        return self.finish()
+        if flight.written:
+            return self.finish()
+        self._begin_commit(flight)
+        return None
 
     def finish(self) -> Path | None:
         """Wait for the save that is being written, if any; its directory. Raises like `save`."""
-        flight, self._flight = self._flight, None
+        flight = self._flight
         if flight is None:
             return None
-        try:
-            digests = self.ranks.collect("save", flight.writing.result)
-            path = self.ranks.from_first("save", lambda: self._commit(flight, digests))
-        except BaseException:
-            self._discard(flight.temporary)
-            raise
-        return path
-
-    def close(self) -> Path | None:
-        """Like `finish`, and what is being deleted is deleted."""
-        path = self.finish()
-        if self._removal is not None:
-            self._removal.result()
-        return path
+        self._begin_commit(flight)
+        return self._land(flight, lambda: self.ranks.from_first("save", lambda: _result(flight.commit)))
 
     def abandon(self) -> None:
         """Stop writing without asking the other ranks, who may be gone. The next start removes what is there."""
         flight, self._flight = self._flight, None
         if flight is not None:
             flight.writing.stop()
+
+    def _begin_commit(self, flight: _Flight) -> None:
+        """Ask all ranks how it went; if well, rank 0 begins to make a checkpoint of the files."""
+        if flight.written:
+            return
+        digests = self._land(flight, lambda: self.ranks.collect("save", flight.writing.result), last=False)
+        flight.written = True
+        if self.ranks.rank == 0:
+            background = self._host_copy is not None
+            flight.commit = Writing(lambda check: self._commit(flight, digests), background=background)
+
+    def _land(self, flight: _Flight, step: Callable[[], T], *, last: bool = True) -> T:
+        """A step of all ranks that ends the flight if it fails, or if it is the `last`."""
+        try:
+            result = step()
+        except BaseException:
+            self._flight = None
+            self._discard(flight.temporary)
+            raise
+        if last:
+            self._flight = None
+        return result
 
     def _plan(self, pieces: list[Piece]) -> WritePlan:
         """Of the save before if all ranks still hold the same, which they do unless the caller changed its mind."""
@@ -195,15 +218,17 @@ class Saver:
         for folder in {temporary / Path(name).parent for name in files}:
             directory.sync_directory(folder)
         path = directory.commit(self.root, temporary, flight.iteration)
-        if self._removal is not None:
-            self._removal.result()
-        remove, background = self._retention.apply, self._host_copy is not None
-        self._removal = Writing(lambda check: remove(self.root, flight.iteration), background=background)
+        self._retention.apply(self.root, flight.iteration)
         return path
 
     def _discard(self, temporary: Path) -> None:
         if self.ranks.rank == 0:
             shutil.rmtree(temporary, ignore_errors=True)  # a full disk should not stay full
+
+
+def _result(commit: Writing[Path] | None) -> Path:
+    assert commit is not None  # this is rank 0
+    return commit.result()
 
 
 def _part(place: tuple[str, tuple[int, ...]], entry: str, tensor: Tensor) -> Part:

@@ -65,7 +65,7 @@ class Saves:
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._saver and (kind is None or issubclass(kind, UsageError | TrainingStopped)):
-            self._tell(self._saver.close())
+            self._tell(self._saver.finish())
         elif self._saver:
             self._saver.abandon()
 

@@ -98,12 +98,12 @@ def at_every_change(rank: int, world: int, folder: str, how: str, replaced: bool
         root = Path(folder) / f"{how}-{replaced}-{prepared}-{count}"
         saver = saver_of(how, root)
         saver.save(1, state(1))
-        saver.close()
+        saver.finish()
 
         def save(root: Path = root) -> None:
             saver = saver_of(how, root)
             saver.save(1 if replaced else 2, state(2))
-            saver.close()
+            saver.finish()
 
         status = status_of(forked(dies_at(count, root, save)))
         if prepared:
@@ -113,7 +113,7 @@ def at_every_change(rank: int, world: int, folder: str, how: str, replaced: bool
             assert all(not path.name.startswith(".") for path in root.iterdir())
             saver = saver_of(how, root)
             saver.save(3, state(3))
-            saver.close()
+            saver.finish()
             assert loaded(root) == 3
         if status == 0:
             return found
@@ -136,7 +136,7 @@ def at_random(rank: int, world: int, folder: str, how: str, kills: int, seed: in
     saver = saver_of(how, root)
     began = time.monotonic()
     saver.save(1, state(1, ballast))
-    saver.close()
+    saver.finish()
     usual, newest = time.monotonic() - began, 1
     before = torn = after = 0
     for number in range(2, kills + 2):
@@ -144,7 +144,7 @@ def at_random(rank: int, world: int, folder: str, how: str, kills: int, seed: in
         def save(number: int = number) -> None:
             saver = saver_of(how, root)
             saver.save(number, state(number, ballast))
-            saver.close()
+            saver.finish()
 
         pid = forked(save)
         time.sleep(draw.uniform(0, 1.5 * usual))

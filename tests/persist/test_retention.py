@@ -47,7 +47,6 @@ def test_checkpoints_go_as_new_ones_come(tmp_path: Path, background: bool) -> No
     for iteration in (10, 20, 30, 40, 50):
         saver.save(iteration, state_of(mesh, iteration))
         saver.finish()
-        saver.close()
         seen.append([int(name[5:]) for name in directories(tmp_path)])
         assert holds(tmp_path, mesh, iteration)
     assert seen == [[5, 10], [5, 10, 20], [5, 20, 30], [5, 20, 30, 40], [5, 20, 40, 50]]
