@@ -6,9 +6,20 @@ from dataclasses import dataclass
 
 from megackpt.config.checks import at_least, one_of
 from megackpt.config.errors import UsageError
+from megackpt.config.parallel import ParallelConfig
 
 FORMATS = ("torch_dist", "torch")
 STRICTNESS = ("raise_all", "raise_unexpected", "assume_ok_unexpected", "log_all", "log_unexpected", "ignore_all")
+
+
+def check_torch_format(parallel: ParallelConfig) -> None:
+    """Its files are written by one data-parallel rank each, which must have all optimizer state.  Raises UsageError."""
+    if parallel.distributed_optimizer and parallel.data > 1:
+        raise UsageError(
+            f"--ckpt-format torch contradicts --use-distributed-optimizer over {parallel.data} data-parallel ranks:"
+            " none of them has the optimizer state that one file would hold. Use --ckpt-format torch_dist, or"
+            " --no-save-optim."
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from megackpt.config.model import ModelConfig
 from megackpt.config.observe import LoggingConfig
 from megackpt.config.optimizer import OptimizerConfig
 from megackpt.config.parallel import ParallelConfig
-from megackpt.config.persist import CheckpointConfig
+from megackpt.config.persist import CheckpointConfig, check_torch_format
 from megackpt.config.precision import PrecisionConfig
 from megackpt.config.recompute import RecomputeConfig
 from megackpt.config.resolve import SECTION_TYPES, sections
@@ -49,6 +49,8 @@ class RunConfig:
                 "--distribute-saved-activations contradicts --sequence-parallel: with it boundaries are split along the"
                 " sequence already. Leave --distribute-saved-activations out."
             )
+        if self.checkpoint.save and self.checkpoint.format == "torch" and self.checkpoint.save_optim:
+            check_torch_format(self.parallel)
         if self.train.deterministic_mode and self.model.compile:
             raise UsageError(
                 "--deterministic-mode contradicts --compile: the compiler chooses kernels by their time, and another"

@@ -186,6 +186,14 @@ def test_flags_that_cannot_be_meant_are_refused(flags: Flags, said: str) -> None
         parse_all(words(SMALL_GPT | flags), {}, 1)
 
 
+def test_one_file_cannot_hold_a_sharded_optimizer() -> None:
+    flags = SMALL_GPT | {"ckpt-format": "torch", "save": "runs", "use-distributed-optimizer": True}
+    with pytest.raises(UsageError, match=r"--ckpt-format torch contradicts --use-distributed-optimizer over 2 data-"):
+        parse_all(words(flags), {}, 2)
+    assert parse_all(words(flags), {}, 1).config.checkpoint.format == "torch"
+    assert not parse_all(words(flags | {"no-save-optim": True}), {}, 2).config.checkpoint.save_optim
+
+
 # -- how it is saved ---------------------------------------------------------------------------------------------------
 
 

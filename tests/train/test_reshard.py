@@ -14,7 +14,7 @@ from megackpt.train.checkpoint import Position, load_run
 from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, built, layouts, save_run, steps
 from tests.pool import run_distributed
 
-CUT = {"num-layers": 5, "params-dtype": "fp64", "recompute-granularity": "full"}
+CUT = {"num-layers": 5, "micro-batch-size": 1, "params-dtype": "fp64", "recompute-granularity": "full"}
 FAMILIES = {"gpt": SMALL_GPT | CUT, "llama": SMALL_LLAMA | CUT}
 START = Layout(tp=2, pp=2, vp=2)
 SIX = Position(2, 8)  # after two steps of four samples
@@ -22,15 +22,30 @@ SIX = Position(2, 8)  # after two steps of four samples
 
 def everything(trainer: Trainer) -> dict[str, Tensor]:
     """Weights and optimizer state of this stage, whole and without padding rows, by kind and global name."""
-    records = {record.name: record for _, record in trainer.parameters}
+    trainer.optimizer.settle()
     local = {f"weight.{record.name}": (parameter, record) for parameter, record in trainer.parameters}
     for kind, tensors in trainer.optimizer.state_tensors().items():
-        local |= {f"{kind}.{name}": (tensor, records[name]) for name, tensor in tensors.items()}
+        for parameter, record in trainer.parameters:
+            state = over_data_parallel(trainer, tensors.get(record.name), parameter, record.name)
+            local[f"{kind}.{record.name}"] = state, record
     whole = {}
     for name, (tensor, record) in local.items():
         full = gather_full(tensor.detach(), record, trainer.mesh.tp)
         whole[name] = (full if record.valid_rows is None else full[: record.valid_rows]).clone()
     return whole
+
+
+def over_data_parallel(trainer: Trainer, state: Tensor | None, parameter: Tensor, name: str) -> Tensor:
+    """The local tensor of some optimizer state, from the parts that data-parallel ranks have of it."""
+    if not trainer.optimizer.sharded:
+        assert state is not None and state.shape == parameter.shape
+        return state
+    flat = torch.zeros(parameter.numel(), dtype=torch.float64)
+    if state is not None:
+        start, stop = trainer.optimizer.flat_range(name) or (0, 0)
+        flat[start:stop] = state
+    torch.distributed.all_reduce(flat, group=trainer.mesh.dp.group)
+    return flat.view(parameter.shape)
 
 
 def first(rank: int, world: int, flags: Flags, layout: Layout, folder: str) -> tuple[dict[str, Tensor], list[float]]:
@@ -63,27 +78,38 @@ def joined(of_ranks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     return whole
 
 
-def check(flags: Flags, folder: Path, targets: list[Layout]) -> None:
-    saved = run_distributed(first, START.world_size, flags, START, str(folder / "start"), timeout=60)
+SHARDED = {"use-distributed-optimizer": True}
+
+
+def check(flags: Flags, folder: Path, targets: list[tuple[Layout, Flags]], start: Layout = START) -> None:
+    """From `start` to every target and back."""
+    saved = run_distributed(first, start.world_size, flags, start, str(folder / "start"), timeout=60)
     state, losses = joined([of_rank for of_rank, _ in saved]), saved[0][1]
     for name, tensor in state.items():
         assert name.startswith("weight") or bool((tensor != 0).any()), name
-    for layout in targets:
-        other = str(folder / str(layout))
-        found = run_distributed(again, layout.world_size, flags, layout, str(folder / "start"), other, timeout=60)
+    for place, (layout, extra) in enumerate(targets):
+        other, there = str(folder / f"{layout}-{place}"), flags | extra
+        found = run_distributed(again, layout.world_size, there, layout, str(folder / "start"), other, timeout=60)
         for _, now, count in found:
             assert count == 4 and all(abs(a - b) <= 1e-12 * b for a, b in zip(now, losses, strict=True)), (layout, now)
-        there = joined([of_rank for of_rank, _, _ in found])
-        assert there.keys() == state.keys()
-        assert [name for name, tensor in state.items() if not torch.equal(there[name], tensor)] == [], layout
-        back = run_distributed(again, START.world_size, flags, START, other, str(folder / "back"), timeout=60)
+        loaded = joined([of_rank for of_rank, _, _ in found])
+        assert loaded.keys() == state.keys()
+        assert [name for name, tensor in state.items() if not torch.equal(loaded[name], tensor)] == [], layout
+        back = run_distributed(again, start.world_size, flags, start, other, str(folder / "back"), timeout=60)
         returned = joined([of_rank for of_rank, _, _ in back])
         assert [name for name, tensor in state.items() if not torch.equal(returned[name], tensor)] == [], layout
-        assert [now for _, now, _ in back] == [losses] * START.world_size  # the same layout: to the bit
+        assert [now for _, now, _ in back] == [losses] * start.world_size  # the same layout: to the bit
 
 
 def test_a_few_layouts_and_back(tmp_path: Path) -> None:  # CK-08
-    check(FAMILIES["gpt"], tmp_path, [Layout(), Layout(pp=2), Layout(tp=2, sp=True), Layout(dp=2), Layout(pp=2, vp=2)])
+    plain = [(layout, {}) for layout in (Layout(), Layout(pp=2), Layout(tp=2, sp=True), Layout(pp=2, vp=2))]
+    check(FAMILIES["gpt"], tmp_path, [*plain, (Layout(dp=2), SHARDED), (Layout(pp=2, dp=2), SHARDED)])
+
+
+@pytest.mark.parametrize("start", [Layout(dp=2), Layout(tp=2, dp=2)], ids=str)
+def test_a_sharded_optimizer_goes_on_whole_and_in_other_shards(tmp_path: Path, start: Layout) -> None:
+    targets = [(Layout(), {}), (Layout(dp=4), SHARDED), (Layout(pp=2, dp=2, vp=2), SHARDED), (Layout(dp=2), {})]
+    check(FAMILIES["llama"] | SHARDED, tmp_path, targets if start.tp == 1 else targets[:2], start)
 
 
 @pytest.mark.full
@@ -91,4 +117,5 @@ def test_a_few_layouts_and_back(tmp_path: Path) -> None:  # CK-08
 def test_every_layout_of_up_to_four_processes_and_back(tmp_path: Path, family: str) -> None:
     wanted = layouts(4)
     wanted += [Layout(pp=2, vp=2), Layout(tp=2, pp=2, vp=2, sp=True), Layout(pp=2, dp=2, vp=2)]
-    check(FAMILIES[family], tmp_path, wanted)
+    plain: list[tuple[Layout, Flags]] = [(layout, {}) for layout in wanted]
+    check(FAMILIES[family], tmp_path, plain + [(layout, SHARDED) for layout in wanted if layout.dp > 1])
