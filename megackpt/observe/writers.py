@@ -39,6 +39,7 @@ def iteration_scalars(record: IterationRecord) -> dict[str, float]:
         "batch-size": record.global_batch_size,
         "lm loss": record.lm_loss,
         "loss-scale": record.loss_scale,
+        "decoupled-learning-rate": record.decoupled_learning_rate,
         "world-size": record.world_size,
         "grad-norm": record.grad_norm,
         "num-zeros": record.num_zeros,

@@ -9,7 +9,7 @@ The copies of a model and its optimizer are
 
 Faulty memory, a kernel that is not deterministic or a missing reduction change one copy, and nothing in losses or
 norms shows it for weeks (bigscience's 176B run lost its layer norms so).  A digest of each tensor is compared: the sum
-of its bits read as integers, modulo 2^64, so that one flipped bit always changes it.  One pass over memory and one
+of its bytes read as integers, modulo 2^64, so that one flipped bit always changes it.  One pass over memory and one
 small collective per axis.
 
 State that has no copy is sealed instead: its digest is taken after an update and compared before the next one.
@@ -30,13 +30,21 @@ from megackpt.train.agree import everyone
 from megackpt.train.health import TrainingStopped
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 22
 _MASTER = "optimizer.master."
 
 
 def digest(tensor: Tensor) -> Tensor:
-    """Sum of the elements' bits as an int64 scalar on the tensor's device."""
-    bits = tensor.detach().contiguous().view(-1).view(_INTEGERS[tensor.element_size()])
-    return bits.sum(dtype=torch.int64)
+    """Sum of the tensor's bytes, in order, as 8-byte integers: an int64 scalar on its device.
+
+    No temporary of the tensor's size exists, wherever it lies in memory."""
+    flat = tensor.detach().contiguous().view(-1)
+    per_word = 8 // flat.element_size()
+    whole = flat.numel() // per_word * per_word
+    aligned = flat.storage_offset() % per_word == 0
+    parts = [flat[:whole]] if aligned else [part.clone() for part in flat[:whole].split(_CHUNK)]
+    tail = flat[whole:].view(_INTEGERS[flat.element_size()])
+    return torch.stack([*(part.view(torch.int64).sum() for part in parts), tail.sum(dtype=torch.int64)]).sum()
 
 
 @dataclass

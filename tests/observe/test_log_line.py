@@ -34,6 +34,12 @@ def test_the_documented_line() -> None:
     )
 
 
+def test_a_decoupled_rate_follows_the_rate_and_the_scale_is_a_number() -> None:
+    line = iteration_line(replace(BASE, decoupled_learning_rate=2e-3, loss_scale=2.0**32), NOW)
+    assert " | learning rate: 1.500000E-04 | decoupled learning rate: 2.000000E-03 | global batch size:" in line
+    assert " | loss scale: 4294967296.0 | " in line
+
+
 def test_every_field_in_order() -> None:
     full = replace(
         BASE,

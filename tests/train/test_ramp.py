@@ -43,11 +43,30 @@ def test_length_of_a_run_by_hand() -> None:
     assert at_once.batch.size_at(0) == 8
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2)], ids=str)
-def test_steps_and_resume_in_the_ramp(layout: Layout, tmp_path: Path) -> None:
+SHARDED: Flags = {
+    "use-distributed-optimizer": True,
+    "overlap-grad-reduce": True,
+    "overlap-param-gather": True,
+    "ddp-bucket-size": 9000,
+}
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        pytest.param(Layout(dp=2), SHARDED, id="dp2-sharded"),
+        pytest.param(Layout(pp=2), {}, id="pp2"),
+        pytest.param(Layout(dp=2), {}, id="dp2", marks=pytest.mark.full),
+        pytest.param(Layout(pp=2, vp=2), {"num-layers": 4}, id="pp2-vp2", marks=pytest.mark.full),
+        pytest.param(Layout(pp=2), {"pipeline-schedule": "zb-h1"}, id="zero-bubble", marks=pytest.mark.full),
+    ],
+)
+def test_steps_and_resume_in_the_ramp(layout: Layout, more: Flags, tmp_path: Path) -> None:
+    ramp = RAMP | more
+    alone_flags = RAMP | {name: value for name, value in more.items() if name == "num-layers"}
     whole, alone = tmp_path / "whole.jsonl", tmp_path / "alone.jsonl"
-    run_distributed(train_all, 2, RAMP | {"metrics-file": str(whole)}, layout)
-    run_distributed(train_all, 1, RAMP | {"metrics-file": str(alone)}, Layout())
+    run_distributed(train_all, 2, ramp | {"metrics-file": str(whole)}, layout)
+    run_distributed(train_all, 1, alone_flags | {"metrics-file": str(alone)}, Layout())
     rows, expected = logged(whole, *WATCHED), logged(alone, *WATCHED)
     consumed = [sum(SIZES[: i + 1]) for i in range(len(SIZES))]
     rates = [1e-3 * min(c / 10, (53 - c) / 43) for c in (0, *consumed[:-1])]
@@ -57,9 +76,9 @@ def test_steps_and_resume_in_the_ramp(layout: Layout, tmp_path: Path) -> None:
         assert row[:4] == other[:4] and max(map(relative, row[4:], other[4:])) <= 1e-12
 
     saved, parts = str(tmp_path / "saved"), tmp_path / "parts.jsonl"
-    more = RAMP | {"metrics-file": str(parts), "save": saved, "load": saved}
+    again = ramp | {"metrics-file": str(parts), "save": saved, "load": saved}
     for exits in (3, 5, 100):  # the second process starts at the first step of 4, the third in the middle of a size
-        run_distributed(train_all, 2, more | {"exit-interval": exits}, layout)
+        run_distributed(train_all, 2, again | {"exit-interval": exits}, layout)
     assert logged(parts, *WATCHED) == rows
     lines = [json.loads(line) for line in whole.read_text().splitlines()]
     assert {line["evaluated_samples"] for line in lines if "valid_loss" in line} == {8}, "evaluations are full"
