@@ -46,17 +46,28 @@ class Progress:
     def complete(self, action: Action) -> None:
         self._done.append(action)
 
+    def words(self) -> str:
+        """What is being done now, with whom, since when, and what was done last."""
+        last = " ".join(str(action) for action in tuple(self._done)) or "none"
+        return f"{self._doing()} for {time.monotonic() - self._since:.1f} s; last completed: {last}"
+
+    def _doing(self) -> str:
+        doing = self._verb if self._action is None else f"{self._verb} for {self._action}"
+        return doing if self._peer is None else f"{doing} {'to' if self._verb == 'send' else 'from'} rank {self._peer}"
+
     def error(self, cause: BaseException) -> PipelineError:
         """The error for a failure of what was entered last."""
-        doing = self._verb if self._action is None else f"{self._verb} for {self._action}"
-        where = "" if self._peer is None else f" {'to' if self._verb == 'send' else 'from'} rank {self._peer}"
-        reason = _SOURCE_LINE.sub("", str(cause).strip()).splitlines() or [""]
         last = " ".join(str(action) for action in self._done) or "none"
         seconds = time.monotonic() - self._since
         error = PipelineError(
-            f"rank {self.rank} (stage {self.stage} of {self.stages}): {doing}{where} failed after"
-            f" {seconds:.1f} s: {type(cause).__name__}: {reason[0]}; last completed: {last}"
+            f"rank {self.rank} (stage {self.stage} of {self.stages}): {self._doing()} failed after"
+            f" {seconds:.1f} s: {type(cause).__name__}: {reason_of(cause)}; last completed: {last}"
         )
         error.rank, error.stage, error.peer = self.rank, self.stage, self._peer
         error.action = "" if self._action is None else str(self._action)
         return error
+
+
+def reason_of(cause: BaseException) -> str:
+    """The first line of an error's text, without the place in gloo's sources that it may begin with and its advice."""
+    return (_SOURCE_LINE.sub("", str(cause).strip()).splitlines() or [""])[0].partition(". This is typically ")[0]

@@ -93,6 +93,8 @@ class Executor:
         self.overlap = overlap
         self.on_last_backward = on_last_backward
         self.deferred = deferred
+        self.progress: Progress | None = None
+        """Of the run that is going on, or that failed."""
         self._connected = False
         self._unfinished = False
 
@@ -115,7 +117,7 @@ class Executor:
         if self._unfinished:
             raise RuntimeError("an earlier run failed and its messages may still be under way: start anew")
         self._unfinished = pp.size > 1
-        progress = Progress(self.mesh.rank, pp.index, pp.size)
+        self.progress = progress = Progress(self.mesh.rank, pp.index, pp.size)
         run = _Run(self, progress, actions, forward_only, events, self.deferred if splits else None)
         try:
             run.open(connect=not self._connected)
@@ -129,6 +131,7 @@ class Executor:
             raise progress.error(cause) from cause
         finally:
             run.abandon()
+        self.progress = None
         return [run.reports[m] for m in sorted(run.reports)]
 
 

@@ -17,12 +17,14 @@ from megackpt.config.run import RunConfig
 from megackpt.data.build import Datasets
 from megackpt.data.dataset import SampleDataset
 from megackpt.data.loader import MicroBatchLoader
+from megackpt.mesh.board import Board
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.launch import LaunchEnvironment
+from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.mesh.rendezvous import init_process_group, shutdown
 from megackpt.observe.memory_tracker import ActivationPeak
 from megackpt.persist import CheckpointError, coordination_group, prepare_directory
-from megackpt.pipeline.errors import PipelineError
+from megackpt.pipeline.errors import PipelineError, reason_of
 from megackpt.train.agree import together
 from megackpt.train.build import Trainer, build, build_data, refuse_ahead
 from megackpt.train.checkpoint import Position, Saves, load_run, run_state
@@ -30,6 +32,8 @@ from megackpt.train.guard import Guard
 from megackpt.train.health import TrainingStopped
 from megackpt.train.report import Reporter, over_ranks
 from megackpt.train.step import StepOutcome, Stepper
+
+SAID_BY_ALL = (UsageError, CheckpointError, TrainingStopped)  # raised on every rank alike
 
 
 def run(config: RunConfig, launch: LaunchEnvironment) -> int:
@@ -43,17 +47,42 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> int:
         refuse_ahead(config, seam)
         init_process_group(config.parallel, launch, seam)
         try:
-            train(build(config, seam))
+            launcher = os.getppid() if launch.source == "torchrun" else None
+            with Board(launch.rank, launch.world_size, launcher=launcher) as board:
+                return _watched(config, seam, board)
         finally:
             shutdown()
-    except (UsageError, CheckpointError, TrainingStopped) as error:  # raised on every rank alike
+    except SAID_BY_ALL as error:
         if launch.rank == 0:
             print(f"megackpt: error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, UsageError) else 1
+
+
+def _watched(config: RunConfig, seam: DeviceSeam, board: Board) -> int:
+    """Train; if a rank fails that others wait for, say what each of them was doing."""
+    try:
+        train(build(config, seam), board)
+    except SAID_BY_ALL:
+        raise
+    except PipelineError as error:
+        board.failed(str(error), f"it failed ({error.action or 'start'})")
+        if error.peer is None:  # this rank's own fault, which a traceback explains
+            raise
+        return 1
+    except CollectiveError as error:
+        board.failed(str(error), "its collective failed")
+        return 1
+    except Exception as error:
+        board.failed(f"{board.place}: {type(error).__name__}: {error}", f"it failed ({type(error).__name__})")
+        raise
     return 0
 
 
-def train(trainer: Trainer) -> Position:
+class CollectiveError(RuntimeError):
+    """A collective did not end: a rank that takes part is gone or stands still."""
+
+
+def train(trainer: Trainer, board: Board | None = None) -> Position:
     """Run from where ``--load`` left off to the end, or to ``--exit-interval``; returns where the run stands."""
     config = trainer.config
     group = coordination_group(timedelta(minutes=config.parallel.timeout_minutes))
@@ -64,19 +93,22 @@ def train(trainer: Trainer) -> Position:
     reporter.start([*messages, *start.messages])
     stepper = Stepper(trainer)
     loop = Loop(trainer, reporter, stepper, start.position)
+    if board is not None:
+        board.says(place(trainer.mesh), loop.doing)
     consumed = start.position.consumed_samples
     batches = loader(trainer, trainer.datasets.train, consumed, config.batch.size_at)
     with batches, Saves(trainer, reporter.say, group) as saves:
         while loop.where.iteration < loop.last:
-            loop.step(batches)
-            saves.look()
-            if loop.due(config.train.eval_interval) or loop.ends:
-                loop.evaluate(trainer.datasets.valid, "valid")
-                for name, dataset in trainer.datasets.valid_sets:
-                    loop.evaluate(dataset, "valid", name)
-            if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
-                loop.guard.check(f"before iteration {loop.where.iteration} is saved")
-                saves.save(loop.where)
+            with loop.named():
+                loop.step(batches)
+                saves.look()
+                if loop.due(config.train.eval_interval) or loop.ends:
+                    loop.evaluate(trainer.datasets.valid, "valid")
+                    for name, dataset in trainer.datasets.valid_sets:
+                        loop.evaluate(dataset, "valid", name)
+                if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
+                    loop.guard.check(f"before iteration {loop.where.iteration} is saved")
+                    saves.save(loop.where)
             if loop.ends:
                 break
         if loop.where.iteration == loop.last:
@@ -103,6 +135,10 @@ class Loop:
         exits = self.trainer.config.train.exit_interval
         return self.where.iteration == self.last or self.due(exits)
 
+    def doing(self) -> str:
+        """Where this rank is, in words, whatever thread asks."""
+        return f"iteration {self.where.iteration + 1}, {self.stepper.doing()}"
+
     def due(self, interval: int | None) -> bool:
         return interval is not None and self.where.iteration % interval == 0
 
@@ -117,10 +153,9 @@ class Loop:
             trainer.account.reset_peak()
         start = time.perf_counter()
         peak = ActivationPeak(trainer.seam) if measures else None
-        with self._named(number):
-            with peak or nullcontext():
-                totals = self.stepper.accumulate(batches, config.batch.size_at(self.where.consumed_samples))
-            outcome = self.stepper.update(totals, self.where.consumed_samples)
+        with peak or nullcontext():
+            totals = self.stepper.accumulate(batches, config.batch.size_at(self.where.consumed_samples))
+        outcome = self.stepper.update(totals, self.where.consumed_samples)
         trainer.seam.synchronize()
         seconds = time.perf_counter() - start
         self.where = Position(number, self.where.consumed_samples + outcome.samples)
@@ -140,18 +175,15 @@ class Loop:
             self.guard.seal()
 
     @contextmanager
-    def _named(self, number: int) -> Iterator[None]:
-        """A collective that fails (a rank died or stands still) says which rank waited, and in which iteration."""
+    def named(self) -> Iterator[None]:
+        """A collective that fails (a rank died or stands still) says which rank waited, where, and in which
+        iteration."""
         try:
             yield
-        except PipelineError:
+        except (PipelineError, *SAID_BY_ALL):
             raise
         except RuntimeError as error:
-            mesh = self.trainer.mesh
-            raise RuntimeError(
-                f"rank {mesh.rank} of {mesh.world_size} (tp {mesh.tp.index}, dp {mesh.dp.index}, pp {mesh.pp.index})"
-                f" failed in iteration {number}, after {number - 1} complete ones: {error}"
-            ) from error
+            raise CollectiveError(f"{place(self.trainer.mesh)} failed in {self.doing()}: {reason_of(error)}") from error
 
     def _measures(self, number: int) -> bool:
         interval = self.trainer.config.logging.memory_track_interval
@@ -169,6 +201,14 @@ class Loop:
         with loader(self.trainer, dataset, 0) as batches:
             loss = self.stepper.evaluate(batches, iterations)
         self.reporter.evaluation(self.where, loss, time.perf_counter() - start, split, name)
+
+
+def place(mesh: ProcessMesh) -> str:
+    """A rank as users know it."""
+    return (
+        f"rank {mesh.rank} of {mesh.world_size} (tp {mesh.tp.index}, dp {mesh.dp.index}, stage {mesh.pp.index} of"
+        f" {mesh.pp.size})"
+    )
 
 
 def enough_data(trainer: Trainer, where: Position) -> Datasets:

@@ -56,6 +56,7 @@ class Stepper:
         config = trainer.config
         self.samples = config.batch.global_batch_size  # of the step under way
         self.count_bytes = False
+        self.phase = "start"
         self._batches: Iterator[Batch] = iter(())
         self._held: dict[int, tuple[dict[str, Tensor], Documents]] = {}  # micro-batches that later chunks need
         self._slots: Mapping[tuple[int, int], int] = {}
@@ -73,6 +74,11 @@ class Stepper:
             device=trainer.seam.device,
             timeout_s=config.parallel.timeout_minutes * 60,
         )
+
+    def doing(self) -> str:
+        """In words, for a rank that is asked from outside."""
+        progress = self.executor.progress
+        return self.phase if progress is None else progress.words()
 
     # -- what the pipeline calls ---------------------------------------------------------------------------------
 
@@ -139,9 +145,11 @@ class Stepper:
         micro_batches = self.samples // (batch.micro_batch_size * trainer.mesh.dp.size)
         self._training(True)
         trainer.reduction.start(micro_batches, early=not trainer.health.last_chance)
+        self.phase = "reading data"
         total, tokens = self._run(batches, micro_batches, forward_only=False)
         if trainer.health.last_chance:
             self._look()
+        self.phase = "reducing gradients"
         scale = self.nominal_tokens / tokens / trainer.scaler.scale if tokens else 0.0
         trainer.reduction.finish(scale)
         return total, tokens
@@ -149,10 +157,12 @@ class Stepper:
     def update(self, totals: tuple[float, int], consumed_samples: int) -> StepOutcome:
         """Measure, clip and apply the gradients in the buffer; leave the step out if they are not finite."""
         trainer, logging = self.trainer, self.trainer.config.logging
+        self.phase = "measuring gradients"
         statistics = gradient_statistics(trainer.buffer, trainer.mesh, count_zeros=logging.log_num_zeros_in_grad)
         total, tokens = totals
         rates = trainer.learning_rate(consumed_samples)
         healthy = statistics.finite and math.isfinite(total)
+        self.phase = "updating parameters"
         if healthy:
             clip_(trainer.buffer, statistics.norm, trainer.config.optimizer.clip_grad)
             trainer.optimizer.step(rates.rate, rates.decoupled)
@@ -164,6 +174,7 @@ class Stepper:
         norm = None
         if logging.log_params_norm:
             norm = params_norm(trainer.optimizer.masters(), trainer.mesh, sharded=trainer.optimizer.sharded)
+        self.phase = "between steps"
         return StepOutcome(
             loss=total / tokens if tokens else 0.0,
             tokens=tokens,
@@ -205,6 +216,7 @@ class Stepper:
         finally:
             self._batches = iter(())
             self._held.clear()
+        self.phase = "adding up losses"
         return world_totals(reports, self.trainer.mesh, self.trainer.seam.device)
 
 
