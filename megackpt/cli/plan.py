@@ -15,6 +15,7 @@ from megackpt.cli.plan_inputs import Inputs, read_inputs
 from megackpt.config.errors import UsageError
 from megackpt.config.parse import refuse
 from megackpt.plan.accelerators import MACHINES
+from megackpt.plan.predicted import predicted
 from megackpt.plan.report import Report, report
 
 DOES_NOT_FIT = 1
@@ -55,6 +56,7 @@ def read_own(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--json", metavar="FILE", help="write everything (docs/plan.md)")
     parser.add_argument("--html", metavar="FILE", help="write pictures")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
+    parser.add_argument("--timeline", metavar="DIR", help="write the predicted event record (megackpt compare)")
     parser.add_argument("--plan-out", metavar="FILE", help="write the recommended plan, for --recompute-plan")
     parser.add_argument(
         "--traced", type=int, nargs="?", const=0, metavar="RANK",
@@ -120,6 +122,11 @@ def _write(made: Report, own: argparse.Namespace) -> None:
         if made.best is None:
             raise UsageError(f"--plan-out {own.plan_out}: there is no plan that fits. {made.why_not}.")
         texts[own.plan_out] = made.best.plan.dumps() + "\n"
+    if own.timeline:
+        try:
+            predicted(made.given).write(own.timeline)
+        except OSError as error:
+            raise UsageError(f"--timeline {own.timeline} cannot be written: {error.strerror or error}.") from None
     for name, text in texts.items():
         try:
             Path(name).write_text(text, encoding="utf-8")

@@ -28,8 +28,14 @@ class LoggingConfig:
     peak_tflops: float | None = None
     """Dense peak of one device, for MFU; None = known devices only."""
 
+    timeline: str | None = None
+    """Folder for the event record of a few iterations."""
+    timeline_steps: int = 3
+    """Iterations recorded, from the third of the process on."""
+
     def __post_init__(self) -> None:
         at_least("--log-interval", self.log_interval, 1)
+        at_least("--timeline-steps", self.timeline_steps, 1)
         at_least("--memory-track-interval", self.memory_track_interval, 1)
         if self.peak_tflops is not None:
             above_zero("--peak-tflops", self.peak_tflops)

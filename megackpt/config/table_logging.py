@@ -52,6 +52,23 @@ ROWS: tuple[Flag, ...] = (
         metavar="NAME",
     ),
     works(
+        "--timeline",
+        LOGGING,
+        "text",
+        "logging.timeline",
+        "Record actions, replayed steps, collectives, waits and bytes of --timeline-steps iterations, from the third"
+        " on; `megackpt compare` shows the record beside the one that `megackpt plan --timeline` predicts.",
+        metavar="FOLDER",
+    ),
+    works(
+        "--timeline-steps",
+        LOGGING,
+        "int",
+        "logging.timeline_steps",
+        "Iterations that --timeline records.",
+        minimum=1,
+    ),
+    works(
         "--metrics-file",
         LOGGING,
         "text",

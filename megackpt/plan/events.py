@@ -6,9 +6,10 @@ The simulator and a real run write the same list, so that prediction and reality
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from megackpt.plan.schedule import Action
 
@@ -49,12 +50,98 @@ class Event:
         return cls(**value)  # type: ignore[arg-type]
 
 
-def write_events(path: str | Path, events: Iterable[Event]) -> None:
-    """One JSON object a line."""
-    text = "".join(json.dumps(event.to_json()) + "\n" for event in events)
-    Path(path).write_text(text, encoding="utf-8")
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Something inside or between actions that took time: a replayed step, a collective."""
+
+    rank: int
+    stage: int
+    kind: str  # replay or collective
+    name: str
+    start_s: float
+    end_s: float
+    size_bytes: int = 0  # of what a collective moved, on this rank
+
+    def __post_init__(self) -> None:
+        if self.end_s < self.start_s:
+            raise ValueError(f"{self.kind} {self.name} on rank {self.rank} ends at {self.end_s}, before {self.start_s}")
 
 
-def read_events(path: str | Path) -> list[Event]:
-    """The list that `write_events` wrote."""
-    return [Event.from_json(json.loads(line)) for line in Path(path).read_text(encoding="utf-8").splitlines() if line]
+@dataclass
+class StepRecord:
+    """What happened in one step, on one rank or on several."""
+
+    events: list[Event] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def seconds(self) -> float:
+        """From the start of the first action to the end of the last."""
+        return max(e.end_s for e in self.events) - min(e.start_s for e in self.events)
+
+
+@dataclass
+class Record:
+    """An event record on disk: a folder with `record.json` (what it is a record of) and one file of lines per rank.
+
+    `about` has `kind` ("measured" or "predicted"), `name`, and the number of `stages`.
+    """
+
+    about: dict[str, Any]
+    steps: dict[int, StepRecord] = field(default_factory=dict)  # by iteration
+
+    def write(self, folder: str | Path) -> None:
+        """The whole record, by one process (a run's ranks write their own files with `write_rank`)."""
+        ranks = sorted({event.rank for step in self.steps.values() for event in step.events})
+        for rank in ranks:
+            mine = {
+                iteration: StepRecord(
+                    [event for event in step.events if event.rank == rank],
+                    [span for span in step.spans if span.rank == rank],
+                )
+                for iteration, step in self.steps.items()
+            }
+            write_rank(folder, rank, mine)
+        write_about(folder, self.about)
+
+    @staticmethod
+    def read(folder: str | Path) -> Record:
+        """Raises ValueError, or OSError, saying what is wrong with the folder."""
+        folder = Path(folder)
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        if not isinstance(about, dict) or about.get("version") != VERSION:
+            raise ValueError(f"{folder / ABOUT} is not that of an event record, version {VERSION}")
+        record = Record(about)
+        files = sorted(folder.glob("rank_*.jsonl"))
+        if not files:
+            raise ValueError(f"{folder} has no rank_*.jsonl")
+        for file in files:
+            for line in file.read_text(encoding="utf-8").splitlines():
+                entry = json.loads(line)
+                step = record.steps.setdefault(int(entry["iteration"]), StepRecord())
+                if "event" in entry:
+                    step.events.append(Event.from_json(entry["event"]))
+                else:
+                    step.spans.append(Span(**entry["span"]))
+        return record
+
+
+VERSION = 1
+ABOUT = "record.json"
+
+
+def write_about(folder: str | Path, about: Mapping[str, Any]) -> None:
+    """Say what the record in `folder` is of."""
+    text = json.dumps({"version": VERSION, **about}, indent=1) + "\n"
+    (Path(folder) / ABOUT).write_text(text, encoding="utf-8")
+
+
+def write_rank(folder: str | Path, rank: int, steps: Mapping[int, StepRecord]) -> None:
+    """One rank's part of a record, a JSON object a line; makes the folder."""
+    lines = []
+    for iteration, step in sorted(steps.items()):
+        lines += [{"iteration": iteration, "event": event.to_json()} for event in step.events]
+        lines += [{"iteration": iteration, "span": asdict(span)} for span in step.spans]
+    path = Path(folder) / f"rank_{rank:05d}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")

@@ -8,6 +8,7 @@ wanted.  The graph that a replay builds is thrown away at once; the forward's ow
 from __future__ import annotations
 
 import sys
+import time
 import weakref
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -81,6 +82,15 @@ class Record(Producer):
 
     def rebuild(self) -> None:
         """Run the step once more."""
+        note = self.tape.on_replay
+        if note is None:
+            self._rebuild()
+            return
+        start = time.time()
+        self._rebuild()
+        note(self.where, start, time.time())
+
+    def _rebuild(self) -> None:
         try:
             self._run()
         except _GraphWanted:

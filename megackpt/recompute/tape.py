@@ -39,6 +39,7 @@ class Tape:
     ``clear_after_backward``: False for a caller that splits one backward into several calls on purpose.
     ``verify``: compare everything that is replayed with a digest of the original (slow; see verify.py).
     ``observer``: takes every step in its place, with address, name, function and arguments (see stepwise.py).
+    ``on_replay(where, start, end)``: told of every replayed step, with host seconds of ``time.time``.
 
     A tape opened while another is open shares that one's ``verify``, and its account if it has none of its own.
     """
@@ -54,6 +55,7 @@ class Tape:
         clear_after_backward: bool = True,
         verify: bool = False,
         observer: Callable[[str, str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any] | None = None,
+        on_replay: Callable[[str, float, float], None] | None = None,
     ) -> None:
         self.plan = plan
         self.ledger = RngLedger() if ledger is None else ledger
@@ -61,6 +63,7 @@ class Tape:
         self.clear_after_backward = clear_after_backward
         self.verify = verify
         self.observer = observer
+        self.on_replay = on_replay
         self.live = account is not None or not plan.keeps_all
         self.dropped = False  # whether an output has been dropped that a step may be given
         self.outer: tuple[Any, Any] | None = None

@@ -23,6 +23,7 @@ from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.mesh.rendezvous import init_process_group, shutdown
 from megackpt.observe.memory_tracker import ActivationPeak
+from megackpt.observe.timeline import TimelineRecorder
 from megackpt.persist import CheckpointError, coordination_group, prepare_directory
 from megackpt.pipeline.errors import PipelineError, reason_of
 from megackpt.train.agree import together
@@ -127,6 +128,7 @@ class Loop:
         state = run_state(trainer, optimizer=True, rng=False).tensors
         self.guard = Guard(trainer.mesh, state, trainer.optimizer.settle)
         self._first = where.iteration + 1
+        self.recorder = together(lambda: recorder(trainer, self._first + 2))
         self._saved_bytes: list[int] | None = None
 
     @property
@@ -148,14 +150,16 @@ class Loop:
         number = self.where.iteration + 1
         self.guard.check_seal(f"before iteration {number}")
         measures = self._measures(number)
-        self.stepper.count_bytes = self._saved_bytes is None or measures
+        records = self.recorder is not None and self.recorder.wants(number)
+        self.stepper.count_bytes = self._saved_bytes is None or measures or records
         if self.stepper.count_bytes:
             trainer.account.reset_peak()
         start = time.perf_counter()
         peak = ActivationPeak(trainer.seam) if measures else None
-        with peak or nullcontext():
-            totals = self.stepper.accumulate(batches, config.batch.size_at(self.where.consumed_samples))
-        outcome = self.stepper.update(totals, self.where.consumed_samples)
+        with self._recording(number) if records else nullcontext():
+            with peak or nullcontext():
+                totals = self.stepper.accumulate(batches, config.batch.size_at(self.where.consumed_samples))
+            outcome = self.stepper.update(totals, self.where.consumed_samples)
         trainer.seam.synchronize()
         seconds = time.perf_counter() - start
         self.where = Position(number, self.where.consumed_samples + outcome.samples)
@@ -166,6 +170,17 @@ class Loop:
         if trainer.health.hopeless:
             trainer.health.stop(trainer.mesh, number, outcome.loss, outcome.loss_scale)
         self._guard(number)
+
+    @contextmanager
+    def _recording(self, number: int) -> Iterator[None]:
+        """Let the step enter the event record."""
+        assert self.recorder is not None
+        with self.recorder.recording(number) as step:
+            self.stepper.record, self.stepper.on_replay = step, self.recorder.replayed(step)
+            try:
+                yield
+            finally:
+                self.stepper.record = self.stepper.on_replay = None
 
     def _guard(self, number: int) -> None:
         interval = self.trainer.config.train.check_replicas_interval
@@ -201,6 +216,16 @@ class Loop:
         with loader(self.trainer, dataset, 0) as batches:
             loss = self.stepper.evaluate(batches, iterations)
         self.reporter.evaluation(self.where, loss, time.perf_counter() - start, split, name)
+
+
+def recorder(trainer: Trainer, first: int) -> TimelineRecorder | None:
+    """The event record that ``--timeline`` asks for, beginning with iteration ``first``."""
+    logging, mesh = trainer.config.logging, trainer.mesh
+    if logging.timeline is None:
+        return None
+    about = {"name": f"{trainer.plan.name} on {mesh.world_size} ranks", "stages": mesh.pp.size}
+    steps = logging.timeline_steps
+    return TimelineRecorder(logging.timeline, mesh.rank, mesh.pp.index, first=first, steps=steps, about=about)
 
 
 def place(mesh: ProcessMesh) -> str:

@@ -9,7 +9,7 @@ size, the number of micro-batches, the stages or the data-parallel ranks, and a 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,7 @@ from megackpt.optim.norm import clip_, gradient_statistics, params_norm
 from megackpt.pipeline.boundary import StageResult, TensorSpec
 from megackpt.pipeline.executor import Executor
 from megackpt.pipeline.stages import chunk_specs
+from megackpt.plan.events import StepRecord
 from megackpt.plan.schedule import generator
 from megackpt.plan.slots import slots_of
 from megackpt.recompute import Tape
@@ -57,6 +58,8 @@ class Stepper:
         self.samples = config.batch.global_batch_size  # of the step under way
         self.count_bytes = False
         self.phase = "start"
+        self.record: StepRecord | None = None  # of the step under way, if it is recorded
+        self.on_replay: Callable[[str, float, float], None] | None = None
         self._batches: Iterator[Batch] = iter(())
         self._held: dict[int, tuple[dict[str, Tensor], Documents]] = {}  # micro-batches that later chunks need
         self._slots: Mapping[tuple[int, int], int] = {}
@@ -87,7 +90,15 @@ class Stepper:
         plan = trainer.plan.chunk(trainer.mesh.pp.index, chunk, self._slots[micro_batch, chunk])
         account = trainer.account if self.count_bytes else None
         label, verify = f"micro-batch {micro_batch}", trainer.config.recompute.verify
-        return Tape(plan, trainer.ledger, account=account, tiers=trainer.tiers, label=label, verify=verify)
+        return Tape(
+            plan,
+            trainer.ledger,
+            account=account,
+            tiers=trainer.tiers,
+            label=label,
+            verify=verify,
+            on_replay=self.on_replay,
+        )
 
     def _forward(
         self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]
@@ -209,10 +220,11 @@ class Stepper:
 
     def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
         self._batches = batches
+        events = self.record.events if self.record is not None and not forward_only else None
         pp = self.trainer.mesh.pp
         self._slots = slots_of(self.executor.schedule(pp.size, pp.index, micro_batches))
         try:
-            reports = self.executor.run(micro_batches, forward_only=forward_only)
+            reports = self.executor.run(micro_batches, forward_only=forward_only, events=events)
         finally:
             self._batches = iter(())
             self._held.clear()

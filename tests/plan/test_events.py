@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megackpt.plan.events import Event, read_events, write_events
+from megackpt.plan.events import Event, Record, Span, StepRecord
 from megackpt.plan.schedule import Action
 
 EVENTS = [
@@ -16,11 +16,25 @@ EVENTS = [
 ]
 
 
-def test_events_survive_the_disk_exactly(tmp_path: Path) -> None:
-    path = tmp_path / "events.jsonl"
-    write_events(path, EVENTS)
-    assert read_events(path) == EVENTS
-    assert len(path.read_text().splitlines()) == 2
+def test_a_record_survives_the_disk_exactly(tmp_path: Path) -> None:
+    spans = [Span(3, 1, "replay", "layers.2 attn.norm", 0.1, 0.3), Span(0, 0, "collective", "all_reduce", 0.5, 0.5, 64)]
+    record = Record({"kind": "measured", "name": "a run", "stages": 2}, {4: StepRecord(EVENTS, spans)})
+    record.write(tmp_path / "record")
+    read = Record.read(tmp_path / "record")
+    assert read.about == {"version": 1, **record.about} and list(read.steps) == [4]
+    assert read.steps[4].events == EVENTS and sorted(read.steps[4].spans, key=lambda s: -s.rank) == spans
+    assert sorted(path.name for path in (tmp_path / "record").iterdir()) == [
+        "rank_00000.jsonl", "rank_00003.jsonl", "record.json",
+    ]  # fmt: skip
+
+
+def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "record.json").write_text('{"version": 0}')
+    with pytest.raises(ValueError, match="is not that of an event record, version 1"):
+        Record.read(tmp_path)
+    (tmp_path / "record.json").write_text('{"version": 1}')
+    with pytest.raises(ValueError, match="has no rank_"):
+        Record.read(tmp_path)
 
 
 def test_an_event_is_a_flat_object_and_names_its_action() -> None:
