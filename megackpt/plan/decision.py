@@ -114,14 +114,33 @@ class Group:
             if not self.first <= group.first <= group.last <= self.last:
                 raise ValueError(f"group {group.first} to {group.last} is not inside {self.first} to {self.last}")
 
-    def to_json(self) -> list[object]:
-        inner = None if self.inner is None else [g.to_json() for g in self.inner]
-        return [self.first, self.last, inner, self.output]
 
-    @staticmethod
-    def from_json(data: Sequence[Any]) -> Group:
-        first, last, inner, output = data
-        return Group(first, last, None if inner is None else tuple(Group.from_json(g) for g in inner), output)
+def groups_to_rows(groups: Sequence[Group]) -> list[list[object]]:
+    """A forest of groups as rows of first, last, depth, merged (it has no inside) and output, each group before what is
+    inside it: flat, whatever the depth."""
+    rows: list[list[object]] = []
+    waiting = [(group, 0) for group in reversed(groups)]
+    while waiting:
+        group, depth = waiting.pop()
+        rows.append([group.first, group.last, depth, group.inner is None, group.output])
+        waiting += [(inner, depth + 1) for inner in reversed(group.inner or ())]
+    return rows
+
+
+def groups_from_rows(rows: Sequence[Sequence[Any]]) -> tuple[Group, ...]:
+    """The forest again.  Raises ValueError for a row that stands inside of none, or of a merged one."""
+    levels: list[list[Group]] = [[]]
+    for first, last, depth, merged, output in reversed(rows):  # what is inside stands after, so it is made before
+        while len(levels) <= depth + 1:
+            levels.append([])
+        inside = tuple(reversed(levels[depth + 1]))
+        if merged and inside:
+            raise ValueError(f"group {first} to {last} is merged and yet has groups inside")
+        levels[depth + 1].clear()
+        levels[depth].append(Group(first, last, None if merged else inside, output))
+    if any(levels[1:]):
+        raise ValueError("a group stands inside of none")
+    return tuple(reversed(levels[0]))
 
 
 @dataclass(frozen=True)
@@ -154,7 +173,8 @@ class ChunkPlan:
     def choices(self) -> set[str]:
         """Every choice that occurs, so that a run knows which tiers it needs."""
         decisions = [d for s in self.save_sets.values() for d in (s.default, *s.decisions.values())]
-        return {c for d in decisions for c in (d.output, d.internals)} | {g.output for g in self.groups}
+        found = {c for d in decisions for c in (d.output, d.internals)}
+        return found | {str(output) for *_, output in groups_to_rows(self.groups)}
 
     @property
     def keeps_all(self) -> bool:
@@ -212,7 +232,7 @@ class Plan:
                     places[save_set] = len(sets)
                     sets.append(save_set)
                 named[address] = places[save_set]
-            made: dict[str, object] = {"save_sets": named, "groups": [g.to_json() for g in chunk.groups]}
+            made: dict[str, object] = {"save_sets": named, "groups": groups_to_rows(chunk.groups)}
             return made | ({"ahead": chunk.ahead} if chunk.ahead else {})
 
         stages = [
@@ -229,7 +249,7 @@ class Plan:
 
         def chunk(entry: Mapping[str, Any]) -> ChunkPlan:
             places = {address: sets[i] for address, i in entry["save_sets"].items()}
-            return ChunkPlan(places, tuple(Group.from_json(g) for g in entry["groups"]), entry.get("ahead", 0))
+            return ChunkPlan(places, groups_from_rows(entry["groups"]), entry.get("ahead", 0))
 
         stages = [[tuple(chunk(slot) for slot in slots) for slots in stage] for stage in data["stages"]]
         if not all(slots for stage in stages for slots in stage):

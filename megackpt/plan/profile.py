@@ -77,6 +77,11 @@ class LayerProfile:
     def names(self) -> tuple[str, ...]:
         return tuple(step.name for step in self.steps)
 
+    @property
+    def held(self) -> frozenset[str]:
+        """Steps whose output is one of their internals: a fused core's backward reads what it gave."""
+        return frozenset(step.name for step in self.steps if step.output_is_internal)
+
     def bytes_of(self, name: str) -> int:
         """Bytes of a step's output, or of the layer's ``input``."""
         return self.input_bytes if name == "input" else self[name].output_bytes

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, SaveSet, group_at
+from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, SaveSet
 from megackpt.recompute import nested
 from megackpt.recompute.call import StepCall, flatten, tensors_of
 from megackpt.recompute.context import COUNTED, LIVE, MERGED, pack, state
@@ -176,9 +176,10 @@ def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Callable[[Tens
     """The layers in order, groups of them as one step.  While an outer step's forward only counts, a group is no step
     either, but it stores what it will store in the outer one's replay."""
     tape, place = state.tape, 0
+    starts = {group.first: group for group in (groups if state.inner == LIVE else _merged(groups))}
     while place < len(layers):
         first, module = layers[place]
-        group = group_at(groups, first) if groups else None
+        group = starts.get(first)
         if group is None:
             x, place = module(x), place + 1
             continue
@@ -193,6 +194,19 @@ def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Callable[[Tens
             x = _counted(REPLAY, run, (x,), {}, inner)
         place += len(members)
     return x
+
+
+def _merged(groups: Sequence[Group]) -> list[Group]:
+    """The groups without an inside, wherever in the trees they stand: what counts in a forward that only counts.  A
+    walk without recursion, since a schedule for one slot is as deep as its chain is long."""
+    found, waiting = [], list(groups)
+    while waiting:
+        group = waiting.pop()
+        if group.inner is None:
+            found.append(group)
+        else:
+            waiting += group.inner
+    return found
 
 
 def _counted(

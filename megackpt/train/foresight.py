@@ -96,7 +96,7 @@ def step_flops(trainer: Trainer) -> tuple[float, float]:
         seq=model.seq,
         gated=model.gated,
     )
-    absent = absent_steps(model, layout)
+    absent, held = absent_steps(model, layout), profile(model, layout).block.held
     batch = trainer.config.batch.global_batch_size
     replayed = 0
     for stage, actions in enumerate(schedule_lists(layout.schedule, layout.p, layout.n, layout.v)):
@@ -105,7 +105,7 @@ def step_flops(trainer: Trainer) -> tuple[float, float]:
             counts = Counter(min(slot, len(plans) - 1) for (_, own), slot in slots_of(actions).items() if own == chunk)
             for slot, count in counts.items():
                 layer = layer_forward(shape, count * layout.micro_batch * layout.d)
-                steps = replayed_by_layer(plans[slot], layers, absent)
+                steps = replayed_by_layer(plans[slot], layers, absent, held)
                 replayed += sum(layer.of(name) for names in steps for name in names)
     useful = model_flops(shape, batch)
     return useful, useful + replayed

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from megackpt.plan import ChunkPlan, Decision, Group, Plan, Policy, SaveSet, group_at, plan_for
-from megackpt.plan.decision import KEEP_ALL, REPLAY_ALL
+from megackpt.plan.decision import KEEP_ALL, REPLAY_ALL, groups_from_rows, groups_to_rows
 
 TREE = Group(0, 5, (Group(0, 2, (Group(0, 0), Group(1, 2, ()))), Group(4, 5)), "offload_host")
 PLAN = Plan(
@@ -96,6 +96,31 @@ def test_choices_name_the_tiers_a_run_needs() -> None:
     assert PLAN.chunk(0).choices() == {"keep", "replay", "offload_host"}
     assert PLAN.chunk(1, 1).choices() == {"keep", "offload_host", "offload_disk"}
     assert ChunkPlan(groups=(Group(0, 1, output="shard"),)).choices() == {"shard"}
+    assert ChunkPlan(groups=(Group(0, 2, (Group(0, 1, output="offload_disk"),)),)).choices() == {"keep", "offload_disk"}
+
+
+def test_a_tree_may_be_as_deep_as_a_chain_is_long() -> None:
+    tree = Group(2999, 3000, ())
+    for first in range(2998, -1, -1):
+        tree = Group(first, 3000, (tree,))
+    plan = Plan(((ChunkPlan(groups=(tree,)),),))
+    again = Plan.from_json(json.loads(plan.dumps()))
+    assert again.digest() == plan.digest()
+    rows = groups_to_rows(again.chunk(0).groups)
+    assert len(rows) == 3000 and rows[0] == [0, 3000, 0, False, "keep"]
+    assert rows[-1] == [2999, 3000, 2999, False, "keep"]
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ([[0, 3, 0, True, "keep"], [1, 2, 1, True, "keep"]], "group 0 to 3 is merged and yet has groups inside"),
+        ([[0, 3, 0, False, "keep"], [1, 2, 2, True, "keep"]], "a group stands inside of none"),
+    ],
+)
+def test_rows_that_are_no_tree(rows: list[list[object]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        groups_from_rows(rows)
 
 
 @pytest.mark.parametrize(

@@ -87,6 +87,23 @@ def test_layers_outside_of_groups_follow_their_save_sets() -> None:
     assert "mlp.down" in found[1] and "mlp.down" not in found[2]
 
 
+def test_each_group_of_a_tree_re_runs_its_layers() -> None:
+    """Layers 0 to 3 as a group that replays live; in it a merged pair, then a layer of its own save-set."""
+    tree = Group(0, 3, (Group(0, 1), Group(2, 3, ())))
+    plan = ChunkPlan({f"layers.{i}": drop("attn.core") for i in range(5)}, (tree,))
+    whole = tuple(name for name in BLOCK_NAMES if name not in ONE_RANK)
+    short, core = whole[: whole.index("mlp.down")], ("attn.core",)
+    found = replayed_by_layer(plan, range(5), ONE_RANK)
+    assert found == [whole + whole, whole + short, whole + whole + core, short + short + core, core]
+
+
+def test_a_kept_log_sum_exp_keeps_the_fused_core() -> None:
+    only_output = SaveSet({"attn.core": Decision(output="replay")})
+    assert replayed_steps(only_output, ONE_RANK) == ("attn.core",)
+    assert replayed_steps(only_output, ONE_RANK, {"attn.core"}) == ()
+    assert replayed_steps(drop("attn.core"), ONE_RANK, {"attn.core"}) == ("attn.core",)
+
+
 @pytest.mark.parametrize(
     ("policy", "share"),
     [

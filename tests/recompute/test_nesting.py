@@ -262,6 +262,16 @@ def test_binomial_schedule_of_24_layers(slots: int, executed: int) -> None:
     assert layers.executed.count(23) == 1
 
 
+def test_a_tree_may_be_deeper_than_the_stack() -> None:
+    layers, depth = Chain(3), 700
+    plain = layers.run(None)
+    tree = Group(0, 1, ())
+    for _ in range(depth - 1):
+        tree = Group(0, 1, (tree,))
+    assert_equal(layers.run(ChunkPlan(groups=(tree,))), plain)
+    assert layers.executed.count(0) == layers.executed.count(1) == 1 + depth and layers.executed.count(2) == 1
+
+
 def peak_units(layers: Chain, groups: tuple[Group, ...]) -> float:
     """Most bytes alive at once, in layer inputs."""
     for weight in layers.weights:

@@ -35,7 +35,7 @@ from typing import Any
 import pytest
 
 from megackpt.config.model import ModelConfig
-from megackpt.plan import ChunkPlan, Decision, SaveSet, chunk_plan
+from megackpt.plan import ChunkPlan, Decision, Group, SaveSet, chunk_plan
 from megackpt.plan.demand import replayed_by_layer, replayed_steps
 from megackpt.plan.flops import ModelShape, layer_forward, replay_share
 from megackpt.plan.steps import BLOCK_NAMES
@@ -337,3 +337,36 @@ def test_steps_of_random_save_sets(family: str) -> None:
         found = replayed_by(subject, ChunkPlan({f"layers.{i}": s for i, s in enumerate(sets)}))
         for names, save_set in zip(found, sets, strict=True):
             assert sorted(names) == sorted(replayed_steps(save_set, absent)), save_set
+
+
+def random_tree(rng: random.Random, first: int, last: int, depth: int) -> tuple[Group, ...]:
+    """Groups of neighbours in `first` to `last`, with and without an inside."""
+    groups: list[Group] = []
+    while first <= last:
+        end = rng.randint(first, last)
+        if rng.random() < 0.7:
+            inside = random_tree(rng, first, end, depth - 1) if depth and rng.random() < 0.5 else None
+            groups.append(Group(first, end, inside))
+        first = end + 1
+    return tuple(groups)
+
+
+@pytest.mark.parametrize("family", ["gpt", "llama"])
+def test_steps_of_trees_of_groups(family: str) -> None:
+    """How often each step runs again, groups in groups over random save-sets: what the logged overhead is made of."""
+    rng = random.Random(4)
+    subject = Subject(shape(family, fused_attention=False))
+    absent = {"attn.gather", "mlp.gather", "attn.reduce", "mlp.reduce", "attn.qknorm"}
+    absent |= {"attn.rope"} if family == "gpt" else set()
+    for _ in range(12):
+        sets = {f"layers.{i}": random_save_set(rng) for i in range(L)}
+        plan = ChunkPlan(sets, random_tree(rng, 0, L - 1, 3))
+        for names, steps in zip(replayed_by(subject, plan), replayed_by_layer(plan, range(L), absent), strict=True):
+            assert Counter(names) == Counter(steps), plan.groups
+
+
+def test_a_fused_core_whose_log_sum_exp_is_kept_is_not_replayed() -> None:
+    subject = Subject(shape("gpt", fused_attention=True))
+    save_set = SaveSet({"attn.core": Decision(output="replay")})
+    plan = ChunkPlan({f"layers.{i}": save_set for i in range(L)})
+    assert replayed_by(subject, plan) == [[]] * L == [list(replayed_steps(save_set, (), {"attn.core"}))] * L
