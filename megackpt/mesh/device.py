@@ -67,6 +67,12 @@ _DETERMINISTIC_CUDA: Mapping[str, tuple[str, ...]] = {
 """Variable of the environment -> values that keep products and reductions deterministic; the first is the default."""
 
 
+def reads_freely(tensor: torch.Tensor) -> bool:
+    """Whether a number of `tensor` is there to be read. On a GPU reading waits for all that is queued; a traced tensor
+    has no numbers."""
+    return type(tensor) is torch.Tensor and tensor.device.type == "cpu"
+
+
 @dataclass(frozen=True)
 class DeviceSeam:
     """One device of this process and the communication backend that serves it."""

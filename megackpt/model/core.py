@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megackpt.mesh.device import reads_freely
 from megackpt.model.documents import Documents
 from megackpt.recompute import MaskSource, Stream, keep_scale
 
@@ -91,27 +92,16 @@ class _UnfusedCore(torch.autograd.Function):
         source: MaskSource | None,
         documents: Documents | None,
     ) -> Tensor:
-        q, k, v = _grouped(packed, groups)  # [b, g, r s, d], [b, g, s, d] twice
-        s, (b, rows) = packed.shape[0], (q.shape[0], q.shape[2])
-        # Scale and mask cost no pass of their own: the kernel adds the product to the mask.
-        scores = torch.baddbmm(
-            _causal(q, rows // s), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1.0 / math.sqrt(packed.shape[-1])
-        ).view(b, groups, -1, s, s)
-        if documents is not None:
-            scores.masked_fill_(documents.apart()[:, None, None], -torch.inf)
-        if softmax_in_fp32 and scores.dtype not in (torch.float32, torch.float64):
-            scores = scores.float()
-        weights = torch.softmax(scores, dim=-1).to(packed.dtype)
         ctx.groups, ctx.source = groups, source
-        dropped = weights
-        if source is None:
-            ctx.save_for_backward(packed, weights)
-        else:
-            mask = source.first().view(weights.shape)
-            dropped = (weights * mask).mul_(keep_scale(source.p))
-            ctx.save_for_backward(packed, weights, dropped, *((mask,) if source.keep else ()))
-        out = torch.matmul(dropped.flatten(2, 3), v)  # [b, g, r s, d]
-        return _merged(out, s)
+        mask = None if source is None else source.first()
+        sure = not reads_freely(packed)
+        saved, out = _attend(packed, groups, softmax_in_fp32, mask, source, documents, sure)
+        # A key to come with an infinite score has made NaN of rows that must not see it.  Asking the result costs next
+        # to nothing, while writing the mask is a pass over all scores; so that is done where asking is dear.
+        if not sure and not bool(out.sum().isfinite()):
+            saved, out = _attend(packed, groups, softmax_in_fp32, mask, source, documents, True)
+        ctx.save_for_backward(packed, *saved, *((mask,) if source is not None and source.keep else ()))
+        return _merged(out, packed.shape[0])
 
     @staticmethod
     @once_differentiable
@@ -137,6 +127,38 @@ class _UnfusedCore(torch.autograd.Function):
         return grad_packed, None, None, None, None
 
 
+def _attend(
+    packed: Tensor,
+    groups: int,
+    softmax_in_fp32: bool,
+    mask: Tensor | None,
+    source: MaskSource | None,
+    documents: Documents | None,
+    sure: bool,
+) -> tuple[tuple[Tensor, ...], Tensor]:
+    """What is saved (softmax, with dropout its dropped-out copy too) and the result ``[b, g, r s, d]``.
+
+    Scale and mask cost no pass of their own: the kernel adds the product to the mask.  That takes away every score but
+    an infinite one or a NaN; ``sure``: write the mask once more, over the scores.
+    """
+    q, k, v = _grouped(packed, groups)  # [b, g, r s, d], [b, g, s, d] twice
+    s, (b, rows) = packed.shape[0], (q.shape[0], q.shape[2])
+    scores = torch.baddbmm(
+        _causal(q, rows // s), q.flatten(0, 1), k.flatten(0, 1).mT, alpha=1.0 / math.sqrt(packed.shape[-1])
+    ).view(b, groups, -1, s, s)
+    if documents is not None:
+        scores.masked_fill_(documents.apart()[:, None, None], -torch.inf)
+    if sure:
+        scores.masked_fill_(_hidden(scores), -torch.inf)
+    if softmax_in_fp32 and scores.dtype not in (torch.float32, torch.float64):
+        scores = scores.float()
+    weights = torch.softmax(scores, dim=-1).to(packed.dtype)
+    if mask is None or source is None:
+        return (weights,), torch.matmul(weights.flatten(2, 3), v)
+    dropped = (weights * mask.view(weights.shape)).mul_(keep_scale(source.p))
+    return (weights, dropped), torch.matmul(dropped.flatten(2, 3), v)
+
+
 def _grouped(packed: Tensor, groups: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of one group stacked along the sequence, ``[b, g, r s, d]``: one product serves a whole group."""
     q, k, v = _views(packed, groups)
@@ -148,6 +170,11 @@ def _causal(q: Tensor, r: int) -> Tensor:
     """What is added to the scores of r stacked query heads, ``[r s, s]``: minus infinity for keys to come, else 0."""
     s = q.shape[2] // r
     return q.new_full((s, s), -torch.inf).triu_(1).repeat(r, 1)
+
+
+def _hidden(scores: Tensor) -> Tensor:
+    """True for keys to come, ``[s, s]``."""
+    return scores.new_ones(scores.shape[-2:], dtype=torch.bool).triu_(1)
 
 
 def _merged(out: Tensor, s: int) -> Tensor:  # [b, g, r s, d] -> [s, b, a d]
