@@ -2,6 +2,7 @@
 
     python tools/bench_pipeline.py                       two stages
     python tools/bench_pipeline.py --tensor 2            two stages of two tensor-parallel ranks
+    python tools/bench_pipeline.py --account-for-loss-in-pipeline-split     flags of the trainer, for our side only
     python tools/bench_pipeline.py --json bench.json
 
 The job is that of `bench_train.py`: both sides start from the same weights, read the same batches and must arrive at
@@ -22,7 +23,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -73,6 +74,8 @@ class Job:
     rounds: int = 9
     policies: tuple[str, ...] = POLICIES
     ours: dict[str, object] = field(default_factory=dict)
+    same_split: bool = False
+    """The other side divides layers as ours does, whatever flags we got."""
 
     @property
     def processes(self) -> int:
@@ -157,7 +160,9 @@ def on_rank(job: Job) -> dict[str, dict[str, Measured]]:
     Raises RuntimeError when the losses of any step differ.
     """
     ours = {policy: Ours(job, policy) for policy in job.policies}
-    alike = ours[job.policies[0]] if not job.ours else Ours(Job(**{**vars(job), "ours": {}}), job.policies[0])
+    alike = ours[job.policies[0]]
+    if job.ours and not job.same_split:
+        alike = Ours(replace(job, ours={}), job.policies[0])
     batches = alike.read(4)
     joined = [whole_batch(step) for step in batches]
     piece, mesh = alike.trainer.pieces[0], alike.trainer.mesh
@@ -260,6 +265,7 @@ def parse(arguments: Sequence[str] | None) -> tuple[Job, str | None]:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--micro-batch", type=int, default=Job.micro_batch, help=f"default {Job.micro_batch}")
     parser.add_argument("--micro-batches", type=int, default=Job.micro_batches, help=f"default {Job.micro_batches}")
+    parser.add_argument("--same-split", action="store_true", help="torch's stages get our numbers of layers")
     parser.add_argument("--json", metavar="FILE", help="write settings, machine and every run there")
     a, rest = parser.parse_known_args(arguments)
     model = Model(a.layers, a.hidden, a.heads, a.seq, a.vocab)
@@ -268,7 +274,8 @@ def parse(arguments: Sequence[str] | None) -> tuple[Job, str | None]:
         name, equals, value = word.removeprefix("--").partition("=")
         ours[name] = value if equals else True
     policies = tuple(a.policies)
-    return Job(model, a.stages, a.tensor, a.micro_batch, a.micro_batches, a.rounds, policies, ours), a.json
+    sizes = (a.stages, a.tensor, a.micro_batch, a.micro_batches, a.rounds)
+    return Job(model, *sizes, policies, ours, a.same_split), a.json
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -281,6 +288,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"{job.micro_batch} x {job.micro_batches}, fp32, pp {job.stages} x tp {job.tensor}, one thread per process,"
         f" {job.rounds} rounds, {time.perf_counter() - begun:.0f} s"
         + (f"; ours with {job.ours}" if job.ours else "")
+        + ("; torch's with the same split" if job.same_split else "")
     )
     print(report(job, found))
     if path is not None:

@@ -50,8 +50,9 @@ class DeferredSink(GradientSink):
 
     @torch.no_grad()
     def release(self, key: Key) -> None:
-        """Multiply what waits under ``key``, in order; each pair of factors is free as soon as it has been used."""
-        waiting = self._waiting.pop(key)
+        """Multiply what waits under ``key``, in order; each pair of factors is free as soon as it has been used.
+        Nothing waits where nothing is trained."""
+        waiting = self._waiting.pop(key, deque())
         while waiting:
             weight, grad_output, input = waiting.popleft()
             gradient = self.inner.weight_gradient(weight, grad_output, input)

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from megackpt.mesh.deferred import DeferredSink
+from megackpt.mesh.sink import AutogradSink
 from megackpt.pipeline import Executor, StageResult, TensorSpec
 from megackpt.plan.events import Event
-from megackpt.plan.schedule import Action, forward_part, interleaved, source
-from tests.pipeline.chain import SPEC, Stage, boundary_specs, by_hand, pipeline_mesh
+from megackpt.plan.schedule import Action, forward_part, generator, interleaved, source
+from tests.pipeline.chain import SPEC, Stage, batch, boundary_specs, by_hand, pipeline_mesh
 from tests.pool import run_distributed
 
 DEEP = 13  # layers: at least one in each of 4 stages of 3 chunks, and no even split
@@ -108,6 +110,48 @@ def test_crossing_messages_of_any_size_do_not_block_each_other() -> None:
         assert gradients == [30.0] * 30
     for gradients in run_distributed(large_messages, 3, 2, 4, 2):
         assert gradients == [20.0] * 2
+
+
+def odd_pieces(rank: int, stages: int, chunks: int, name: str, kind: str) -> list[Tensor | None]:
+    """The second piece of the model passes its input by, hands it on untouched, or the first has nothing to train."""
+    own = [chunk * stages + rank for chunk in range(chunks)]
+    weights = [torch.ones(SPEC.shape, dtype=torch.float64, requires_grad=(kind, k) != ("frozen", 0)) for k in own]
+
+    def forward(chunk: int, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...] | StageResult:
+        piece, weight = own[chunk], weights[chunk]
+        x = received[0] if received else batch(micro_batch)
+        if piece == 1 and kind == "bypassed":
+            x = weight * 3.0
+        elif piece != 1 or kind != "untouched":
+            x = x * weight
+        return StageResult(x.sum(), {}) if piece == stages * chunks - 1 else (x,)
+
+    executor = Executor(
+        pipeline_mesh(stages, chunks),
+        forward,
+        boundary_specs(rank, stages, (SPEC,), chunks),
+        schedule=generator(name, chunks),
+        deferred=DeferredSink(AutogradSink()),
+        timeout_s=20,
+    )
+    executor.run(4)
+    return [weight.grad for weight in weights]
+
+
+@pytest.mark.parametrize("kind", ["bypassed", "untouched", "frozen"])
+@pytest.mark.parametrize(("stages", "chunks", "name"), [(2, 2, "interleaved"), (3, 1, "zb-h1")])
+def test_a_piece_without_gradient_sends_zeros(stages: int, chunks: int, name: str, kind: str) -> None:
+    """PP-07 for the new schedules. With all weights 1, a weight's gradient is the sum of what its piece got."""
+    total = sum(batch(m) for m in range(4))
+    by_rank = run_distributed(odd_pieces, stages, chunks, name, kind)
+    found = [by_rank[k % stages][k // stages] for k in range(stages * chunks)]
+    if kind == "bypassed":
+        assert torch.equal(found[0], torch.zeros_like(found[0]))  # a gradient of zeros came, and was used
+        torch.testing.assert_close(found[1:], [torch.full_like(total, 12.0)] * (len(found) - 1), rtol=0, atol=1e-12)
+        return
+    without = 1 if kind == "untouched" else 0
+    assert found.pop(without) is None
+    torch.testing.assert_close(found, [total] * len(found), rtol=0, atol=1e-12)
 
 
 def test_an_action_takes_its_message_from_the_last_stage_round_the_ring() -> None:
