@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import os
 import threading
 import time
 from pathlib import Path
@@ -192,3 +194,17 @@ def test_threads_end_with_the_loader() -> None:
         gc.collect()
         time.sleep(0.01)
     assert alive() == 0
+
+
+def test_reading_ahead_needs_no_shared_memory_and_no_processes() -> None:
+    """OP-10: in a container with a small /dev/shm other loaders' processes die of a bus error."""
+
+    def shared() -> set[str]:
+        return {path.name for path in Path("/dev/shm").iterdir()} if Path("/dev/shm").is_dir() else set()
+
+    before, children = shared(), len(multiprocessing.active_children())
+    with MicroBatchLoader(Counting(64), 8, 2, num_workers=3) as loader:
+        for _ in range(9):
+            next(loader)
+            mine = {name for name in shared() - before if str(os.getpid()) in name}
+            assert not mine and len(multiprocessing.active_children()) == children

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import time
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch.distributed as dist
 
 from megackpt.config.errors import UsageError
+from megackpt.data.cache import Arrays, cached_arrays
 from megackpt.data.indexed_writer import IndexedWriter
+from megackpt.train.agree import together
 from megackpt.train.checkpoint import load_run
 from megackpt.train.loop import train
 from tests.data_room.tokenizer_files import gpt2_files
@@ -77,3 +82,28 @@ def test_tokenizer_of_the_checkpoint_is_compared(tmp_path: Path) -> None:
     null: Flags = {"tokenizer-type": "NullTokenizer", "vocab-size": size - 1}
     (prepared,) = run_distributed(_resumed_with, 1, flags, null)
     assert "iteration 2" in prepared[0] and "not that of the checkpoint" not in prepared[0]
+
+
+def _slow_build(rank: int, world_size: int, folder: str) -> float:
+    """Rank 0 builds an index for longer than the collectives of the group may take; rank 1 waits for it."""
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    dist.barrier()
+    if rank == 1:
+        time.sleep(0.3)  # rank 0 has the lock by then
+
+    def build() -> Arrays:
+        assert rank == 0
+        time.sleep(4)
+        return {"a": np.arange(3)}
+
+    begin = time.monotonic()
+    found = together(lambda: cached_arrays(folder, {"what": "slow"}, build))
+    dist.barrier(group=group)
+    assert found["a"].tolist() == [0, 1, 2]
+    return time.monotonic() - begin
+
+
+def test_an_index_that_takes_long_times_no_collective_out(tmp_path: Path) -> None:
+    """OP-06: the others wait at a file lock, not in a collective."""
+    seconds = run_distributed(_slow_build, 2, str(tmp_path / "cache"))
+    assert min(seconds) > 3
