@@ -77,3 +77,24 @@ def test_a_blend_on_disk_too(tmp_path: Path) -> None:
     assert {x < 1000 for step in whole for x in step} == {True, False}
     for (b, dp), k in zip(LAYOUTS, (0, 1, 4, 7, 11, 12), strict=True):
         assert run(data(), b, dp, 0, k, 2) + run(data(), 2, 4, k, STEPS, dp) == whole, (b, dp, k)
+
+
+def ramp(consumed: int) -> int:
+    """A global batch that grows from 8 to 16 to 24."""
+    return 8 if consumed < 32 else 16 if consumed < 96 else 24
+
+
+@pytest.mark.parametrize(("b", "dp"), LAYOUTS)
+def test_a_growing_batch_reads_the_same_list(b: int, dp: int) -> None:
+    """Whatever the size of each step, the samples go on without a gap, and from any step on."""
+    bounds = [0]
+    while bounds[-1] + ramp(bounds[-1]) <= STEPS * BATCH:
+        bounds.append(bounds[-1] + ramp(bounds[-1]))
+    for first in (0, 3, 7, len(bounds) - 2):
+        loaders = [MicroBatchLoader(Numbered(), ramp, b, d, dp, bounds[first]) for d in range(dp)]
+        for low, high in itertools.pairwise(bounds[first:]):
+            step = []
+            for _ in range((high - low) // (b * dp)):
+                for loader in loaders:
+                    step += next(loader)["tokens"][:, 0].tolist()
+            assert step == list(range(low, high)) and {loader.position for loader in loaders} == {high}
