@@ -29,7 +29,8 @@ from megackpt.plan.policies import plan_for
 
 # Sections of RunConfig that do not change bytes or seconds.
 WITHOUT_SIZE = ("optimizer", "train", "data", "checkpoint", "logging")
-FIT_TO_PLAN: Layer = {"lr": 1.0, "train-iters": 1, "mock-data": True}
+SIZED_ANYWAY = ("peak-tflops", "reset-attention-mask", "reset-position-ids")  # of those sections, all the same
+FIT_TO_PLAN: Layer = {"lr": 1.0, "train-iters": 1, "data-path": ("data",)}
 
 # Flags that the planner reads itself, whether this version's trainer runs them or not.
 CONTEXT = "context-parallel-size"
@@ -123,7 +124,7 @@ def _sized(values: Layer) -> dict[str, Value]:
     """Only flags that change bytes or seconds, and the vocabulary."""
     targets = {key: (BY_KEY[key].target or "").split(".")[0] for key in values}
     kept = {key: value for key, value in values.items() if targets[key] not in WITHOUT_SIZE}
-    return kept | {key: values[key] for key in ("peak-tflops",) if key in values}
+    return kept | {key: values[key] for key in SIZED_ANYWAY if key in values}
 
 
 def _refuse(sources: Iterable[Source], ignore: bool, notices: list[str]) -> None:

@@ -192,3 +192,12 @@ def test_the_step_is_cut_short_without_loss(schedule: str, p: int, v: int, n: in
         assert e.timeline.peak_bytes == tuple(stage.total_bytes for stage in e.prediction.stages)
         assert e.timeline.step_seconds == pytest.approx(e.pipeline_seconds)
         assert e.timeline.bubble_share == pytest.approx(e.bubble_share)
+
+
+def test_documents_apart_cost_a_joined_output_and_the_positions() -> None:
+    """Stage 0: 4 layers, 2 micro-batches in flight, 2 x 1024 tokens of 1024 numbers in bf16; int64 positions."""
+    kept = [
+        report(line).given.prediction.stages[0].kept_peak_bytes
+        for line in ("", "--reset-attention-mask", "--reset-attention-mask --reset-position-ids")
+    ]
+    assert [kept[1] - kept[0], kept[2] - kept[1]] == [2 * 4 * 2048 * 1024 * 2, 2 * 2048 * 8]
