@@ -37,6 +37,7 @@ class HostCopy:
             needed = -(-needed // _ALIGNMENT) * _ALIGNMENT + tensor.numel() * tensor.itemsize
             ends.append(needed)
         if len(self._bytes) < needed:
+            self._bytes = self._bytes[:0].clone()  # the old memory goes first
             self._bytes = self._seam.host_bytes(needed)
         copies = []
         for tensor, end in zip(tensors, ends, strict=True):

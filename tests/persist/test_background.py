@@ -155,6 +155,27 @@ def test_a_writer_that_fails_is_reported_on_all_ranks(tmp_path: Path, at: str) -
     assert sorted(p.name for p in tmp_path.iterdir() if p.is_dir()) == ["iter_0000005", "iter_0000011"]
 
 
+def fails_to_commit(rank: int, world: int, root: str) -> str:
+    """Rank 0's manifest cannot be written when all files are."""
+    mesh = mesh_of(world, 2)
+    saver = beside(root, mesh)
+    saver.save(5, state_of(mesh, 5))
+    saver.finish()
+    broken = mock.patch("megackpt.persist.save.write_bytes", side_effect=OSError(errno.EIO, "Input/output error"))
+    with broken if rank == 0 else contextlib.nullcontext(), pytest.raises(CheckpointError) as caught:
+        saver.save(9, state_of(mesh, 9))
+        while saver.poll() is None:
+            time.sleep(0.001)
+    assert not saver.busy and holds(root, mesh, 5)
+    return str(caught.value)
+
+
+def test_a_commit_that_fails_is_reported_on_all_ranks(tmp_path: Path) -> None:
+    said = run_distributed(fails_to_commit, 2, str(tmp_path), timeout=60)
+    assert said == ["could not save: rank 0: OSError: [Errno 5] Input/output error"] * 2
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == ["iter_0000005"]
+
+
 def test_a_run_that_breaks_off_does_not_wait_for_its_writer(tmp_path: Path) -> None:
     """The files are large; leaving takes no longer than a block."""
     mesh = lone_mesh()
