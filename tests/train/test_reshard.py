@@ -115,7 +115,7 @@ def test_a_sharded_optimizer_goes_on_whole_and_in_other_shards(tmp_path: Path, s
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_layout_of_up_to_four_processes_and_back(tmp_path: Path, family: str) -> None:
-    wanted = layouts(4)
+    wanted = [layout for layout in layouts(4) if layout.tp < 4 or family == "gpt"]  # two query groups
     wanted += [Layout(pp=2, vp=2), Layout(tp=2, pp=2, vp=2, sp=True), Layout(pp=2, dp=2, vp=2)]
     plain: list[tuple[Layout, Flags]] = [(layout, {}) for layout in wanted]
     check(FAMILIES[family], tmp_path, plain + [(layout, SHARDED) for layout in wanted if layout.dp > 1])
