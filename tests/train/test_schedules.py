@@ -55,10 +55,13 @@ def test_every_optimizer_is_the_same_on_shards(kind: Flags, tmp_path: Path) -> N
     runs, numbers = [], []
     for name, more in (("plain", {}), ("sharded", SHARDED)):
         path = tmp_path / f"{name}.jsonl"
-        flags = SMALL_GPT | kind | more | {"metrics-file": str(path), "weight-decay": 0.1}
+        flags = SMALL_LLAMA | kind | more | {"metrics-file": str(path), "weight-decay": 0.1}
+        flags |= {"log-num-zeros-in-grad": True, "log-params-norm": True}
         runs.append(run_distributed(_end, 2, flags, Layout(dp=2)))
-        numbers.append(logged(path, "lm_loss", "grad_norm"))
-    assert numbers[0] == numbers[1]
+        numbers.append(logged(path, "lm_loss", "grad_norm", "num_zeros", "params_norm"))
+    assert [row[:3] for row in numbers[0]] == [row[:3] for row in numbers[1]]
+    assert all(zeros > 0 for _, _, zeros, _ in numbers[0]), "rows of words that no sample has"
+    assert [norm for *_, norm in numbers[0]] == pytest.approx([norm for *_, norm in numbers[1]], rel=1e-12)
     for weights, others in zip(*runs, strict=True):
         assert all(torch.equal(weights[name], others[name]) for name in weights)
 
