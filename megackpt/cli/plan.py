@@ -53,6 +53,15 @@ def read_own(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--memory-budget-gib", type=float, metavar="X", help="memory of a rank to plan for (default: the machine's)"
     )
+    parser.add_argument(
+        "--plan-split", choices=("even", "auto"), default="even",
+        help="auto: the recommended plan may have other numbers of layers per stage",
+    )
+    parser.add_argument(
+        "--plan-slots", choices=("on", "off"), default="on",
+        help="on: it may keep more of some micro-batches in flight than of others",
+    )
+    parser.add_argument("--plan-offload", action="store_true", help="it may send activations to host memory")
     parser.add_argument("--json", metavar="FILE", help="write everything (docs/plan.md)")
     parser.add_argument("--html", metavar="FILE", help="write pictures")
     parser.add_argument("--trace", metavar="FILE", help="write a trace for Perfetto or chrome://tracing")
@@ -90,7 +99,8 @@ def report_of(inputs: Inputs) -> Report:
     """Raises UsageError."""
     try:
         return report(
-            inputs.model, inputs.layout, inputs.plan, inputs.machine, inputs.budget_bytes, notices=inputs.notices
+            inputs.model, inputs.layout, inputs.plan, inputs.machine, inputs.budget_bytes, notices=inputs.notices,
+            options=inputs.options,
         )
     except ValueError as error:
         raise UsageError(f"{error}.") from error

@@ -21,8 +21,10 @@ from megackpt.config.parse import ENVIRONMENT
 from megackpt.config.resolve import sections
 from megackpt.config.run import RunConfig
 from megackpt.config.sources import Source, merge, read_words, read_yaml
-from megackpt.observe.numbers import model_numbers, policy_of, split_of
+from megackpt.observe.auto import Task, refuse_impossible
+from megackpt.observe.numbers import layout_numbers, model_numbers, policy_of, split_of
 from megackpt.plan.accelerators import GIB, Machine, machine_named
+from megackpt.plan.choose.choose import Options
 from megackpt.plan.decision import Plan
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.policies import plan_for
@@ -50,6 +52,7 @@ class Inputs:
     plan: Plan
     machine: Machine
     budget_bytes: int
+    options: Options  # what the recommended plan may use
     notices: tuple[str, ...]
     config: RunConfig
     vocab: int  # before padding
@@ -63,13 +66,17 @@ def read_inputs(own: argparse.Namespace, words: Sequence[str], env: Mapping[str,
     config, vocab = _config(values, world, notices)
     machine = _machine(own.machine, config, values)
     model = model_numbers(config, vocab)
+    asked = config.recompute.memory_budget_gib if own.memory_budget_gib is None else own.memory_budget_gib
+    budget = machine.memory_bytes if asked is None else round(asked * GIB)
+    options = Options(
+        split=own.plan_split == "auto", slots=own.plan_slots == "on", offload=own.plan_offload, keep_gathered=False
+    )
     try:
         layout = _layout(config, values, machine)
-        plan = _plan(config, layout)
+        plan = _plan(config, layout, Task(model, layout, machine, budget))
     except ValueError as error:
         raise UsageError(str(error)) from None
-    budget = machine.memory_bytes if own.memory_budget_gib is None else round(own.memory_budget_gib * GIB)
-    return Inputs(model, layout, plan, machine, budget, tuple(notices), config, vocab)
+    return Inputs(model, layout, plan, machine, budget, options, tuple(notices), config, vocab)
 
 
 # -- flags ------------------------------------------------------------------------------------------------------------
@@ -209,28 +216,16 @@ def _vocabulary(values: Mapping[str, Value]) -> int:
 
 
 def _layout(config: RunConfig, values: Layer, machine: Machine) -> Layout:
-    parallel = config.parallel
-    device = parallel.device or ("cpu" if "cpu" in machine.name.lower() else "cuda")
-    return Layout(
-        split_of(config),
-        t=parallel.tensor,
-        c=_number(values, CONTEXT, 1),
-        d=parallel.data,
-        n=config.micro_batches,
-        micro_batch=config.batch.micro_batch_size,
-        sequence_parallel=parallel.sequence_parallel,
-        act_bytes=config.precision.params_bytes,
-        grad_bytes=config.precision.grad_bytes,
-        sharded_optimizer=config.parallel.distributed_optimizer,
-        bucket_size=config.parallel.bucket_size or 0,
-        schedule=parallel.schedule,
-        device=device,
-    )
+    device = config.parallel.device or ("cpu" if "cpu" in machine.name.lower() else "cuda")
+    return replace(layout_numbers(config, split_of(config), device), c=_number(values, CONTEXT, 1))
 
 
-def _plan(config: RunConfig, layout: Layout) -> Plan:
+def _plan(config: RunConfig, layout: Layout, task: Task) -> Plan:
     """The plan of the flags, or the one in --recompute-plan."""
     path = config.recompute.plan_file
+    if config.recompute.granularity == "auto":
+        refuse_impossible(task)
+        return task.choose().choice.plan
     if path is None:
         return plan_for(layout.pieces, policy_of(config))
     try:

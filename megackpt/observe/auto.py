@@ -33,6 +33,7 @@ class Task:
     layout: Layout
     machine: Machine
     budget_bytes: int
+    scales: tuple[float, ...] | None = None  # by stage: activations as measured over as predicted
 
     @property
     def watched(self) -> bool:
@@ -42,11 +43,15 @@ class Task:
     def choose(self, budget_bytes: int | None = None) -> Chosen:
         """Raises DoesNotFit."""
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
-        return choose_for(self.model, self.layout, self.machine, budget, OPTIONS, watched=self.watched)
+        return choose_for(
+            self.model, self.layout, self.machine, budget, OPTIONS, watched=self.watched, scales=self.scales
+        )
 
     def least_bytes(self) -> int:
         """The least budget at which `choose` finds a plan."""
-        return least_bytes(self.model, self.layout, self.machine, OPTIONS, watched=self.watched)
+        return least_bytes(
+            self.model, self.layout, self.machine, OPTIONS, watched=self.watched, scales=self.scales
+        )
 
 
 def machine_of(device: str, name: str = "", memory_bytes: int | None = None) -> Machine:
@@ -114,6 +119,8 @@ def _ways(task: Task) -> Iterator[tuple[str, int]]:
         changes.append((f"--loss-chunk-size {chunk}", replace(model, loss_chunk=chunk), layout))
     if layout.t > 1 and not layout.sequence_parallel:
         changes.append(("--sequence-parallel", model, replace(layout, sequence_parallel=True)))
+    if layout.d > 1 and not layout.sharded_optimizer:
+        changes.append(("--use-distributed-optimizer", model, replace(layout, sharded_optimizer=True)))
     t, p = 2 * layout.t, 2 * layout.p
     ranks = layout.t * layout.c * layout.d * layout.p * 2
     changes.append((f"--tensor-model-parallel-size {t} on {ranks} ranks", model, replace(layout, t=t)))

@@ -71,6 +71,8 @@ def layout_numbers(config: RunConfig, pieces: Sequence[Sequence[range]], device:
         grad_bytes=config.precision.grad_bytes,
         sharded_optimizer=parallel.distributed_optimizer,
         bucket_size=parallel.bucket_size or 0,
+        overlap_grad_reduce=parallel.overlap_grad_reduce,
+        overlap_param_gather=parallel.overlap_param_gather,
         schedule=parallel.schedule,
         device=device,
     )

@@ -23,10 +23,13 @@ from megackpt.observe.plan_pictures import (
     shown_stages,
 )
 from megackpt.observe.plan_table import at_the_head
+from megackpt.observe.plan_words import plan_lines
 from megackpt.observe.svg import FONT, GRID
 from megackpt.plan.accelerators import GIB, MIB
 from megackpt.plan.evaluation import Evaluation
+from megackpt.plan.profile import absent_steps
 from megackpt.plan.report import Report
+from megackpt.plan.split import split_flags
 
 BARS = (
     ("state", "#6b7280", "weights, gradients, optimizer"),
@@ -123,8 +126,12 @@ def _section(e: Evaluation, budget: int, title: str) -> str:
     colours = [("forward", FORWARD), ("replay", REPLAY), ("backward", BACKWARD)]
     colours += [("weight gradients", WEIGHTS)] if e.layout.schedule.startswith("zb") else []
     curves = "\n".join(memory(e, index, budget, top) for index in shown)
+    lines = plan_lines(e.plan, absent_steps(e.model, e.layout)) if e.replays else []
+    if flags := split_flags(e.layout.pieces):
+        lines.insert(0, f"layers per stage as by {flags}")
+    words = "<ul>" + "".join(f"<li>{escape(line)}</li>" for line in lines) + "</ul>\n" if lines else ""
     return (
-        f"<h2>{escape(title)}</h2>\n"
+        f"<h2>{escape(title)}</h2>\n{words}"
         f"<h3>Memory of a rank at the peak of its stage, GiB</h3>\n{_bars(e, budget, shown)}\n"
         f"<h3>Schedule of one step</h3>\n{_legend([*colours, ('idle', GRID)])}\n"
         f'<p class="quiet">What a backward replays is drawn at its start; it happens layer by layer.{cut}</p>\n'

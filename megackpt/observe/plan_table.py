@@ -5,10 +5,13 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from megackpt.observe.plan_words import plan_lines
 from megackpt.plan.accelerators import GIB, MIB
 from megackpt.plan.evaluation import FIXED, Evaluation
 from megackpt.plan.predict import STATE
+from megackpt.plan.profile import absent_steps
 from megackpt.plan.report import Report
+from megackpt.plan.split import split_flags
 
 WIDTH = 118
 MOST_ROWS = 32
@@ -46,11 +49,16 @@ def _head(report: Report) -> str:
 def stage_rows(e: Evaluation, budget: int, title: str) -> str:
     """Per stage (all its ranks are alike): bytes at the moment of its peak, and seconds of one micro-batch."""
     unit = unit_of(e)
-    header = (
+    header: tuple[str, ...] = (
         "stage", "layers", "state", "kept", "transient", "head", "other", "margin", f"peak {unit}", "fits", "peak at",
         "in flight", "replay", "ms/mb",
     )  # fmt: skip
     rows = [_row(e, index, budget) for index in range(len(e.stages))]
+    if any(e.plan.further):
+        header, rows = (*header, "slots"), [(*row, _slots(e, index)) for index, row in enumerate(rows)]
+    if any(row.host_bytes for row in e.prediction.stages):
+        away = [f"{row.host_bytes / UNITS[unit]:.2f}" for row in e.prediction.stages]
+        header, rows = (*header, f"host {unit}"), [(*row, size) for row, size in zip(rows, away, strict=True)]
     cut = len(rows) - MOST_ROWS
     if cut > 0:
         rows = [*rows[: MOST_ROWS - 1], rows[-1]]
@@ -59,7 +67,16 @@ def stage_rows(e: Evaluation, budget: int, title: str) -> str:
         text += f"({cut} stages in the middle are left out here; --json has all)\n"
     fits = [row.stage for row in e.prediction.stages if row.total_bytes > budget]
     verdict = "fits" if not fits else f"DOES NOT FIT: stage{'s' * (len(fits) > 1)} {_list(fits)}"
+    if flags := split_flags(e.layout.pieces):
+        text += f"Layers per stage as by {flags}\n"
+    lines = plan_lines(e.plan, absent_steps(e.model, e.layout)) if e.replays else []
+    text += _wrapped([f"- {line}" for line in lines], "  ") + "\n" if lines else ""
     return f"{title}: {verdict}\n{text}"
+
+
+def _slots(e: Evaluation, stage: int) -> str:
+    """How many slots of a stage's micro-batches in flight have a plan of their own."""
+    return str(max(len(e.plan.slots(stage, chunk)) for chunk in range(e.layout.v)))
 
 
 def unit_of(e: Evaluation) -> str:
@@ -71,6 +88,7 @@ def _row(e: Evaluation, index: int, budget: int) -> tuple[str, ...]:
     row, seconds = e.prediction.stages[index], e.stages[index]
     terms = row.terms
     other = sum(terms.get(name, 0) for name in FIXED if name not in (*STATE, "margin")) + terms["messages"]
+    other += terms.get("lanes", 0)
     head, transient = at_the_head(e, index)
     cells = (row.state_bytes, terms["activations"], transient, head, other, terms.get("margin", 0), row.total_bytes)
     return (
@@ -99,13 +117,19 @@ def _speed(e: Evaluation) -> str:
     source = machine.sources.get("peak_flops", machine.sources.get("all", "given"))
     lines = [
         f"Step {e.step_seconds:.4g} s: pipeline {e.pipeline_seconds:.4g} (bubble {e.bubble_share:.1%} of the"
-        f" work, replay {e.overhead:+.1%}), gradient reduction {e.reduction_seconds:.3g}, optimizer"
-        f" {e.optimizer_seconds:.3g}; {e.tokens_per_s:,.0f} tokens/s",
+        f" work, replay {e.overhead:+.1%}), data-parallel exchange {e.reduction_seconds:.3g}"
+        f"{_hidden(e)}, optimizer {e.optimizer_seconds:.3g}; {e.tokens_per_s:,.0f} tokens/s",
         f"MFU {e.mfu:.1%} (useful work: 3 x forward), HFU {e.hfu:.1%} (with replayed work), of the dense {kind} peak"
         f" {e.peak_flops / 1e12:,.4g} TFLOP/s ({source})",
         "Bytes are exact for tensors; seconds are a roofline, trust them to about a quarter.",
     ]
     return _wrapped(lines) + "\n"
+
+
+def _hidden(e: Evaluation) -> str:
+    """What of the exchange of gradients and weights is hidden behind computing."""
+    whole = e.end.reduce + e.end.gather
+    return f" ({whole - e.end.exposed:.3g} more overlapped)" if whole > e.end.exposed else ""
 
 
 def _decisions(report: Report) -> str:

@@ -29,11 +29,12 @@ def trace(report: Report) -> dict[str, Any]:
 def _process(e: Evaluation, process: int, role: str) -> list[dict[str, Any]]:
     events = [_named("process_name", process, 0, f"{role}: {e.name}")]
     for index, stage in enumerate(e.timeline.stages):
-        events.append(_named("thread_name", process, index, f"stage {index}"))
+        events.append(_named("thread_name", process, index, f"stage {index}: {e.layout.layers_of(index)} layers"))
         events.append(_memory(process, index, 0.0, stage.before))
         rows = zip(stage.actions, stage.starts, stage.ends, stage.peaks, stage.levels, strict=True)
         for action, start, end, peak, level in rows:
-            args = {"micro_batch": action.micro_batch, "chunk": action.chunk, "peak_bytes": peak}
+            slot = e.slot_of(index, action)
+            args = {"micro_batch": action.micro_batch, "chunk": action.chunk, "slot": slot, "peak_bytes": peak}
             events.append(_slice(str(action), NAMES[action.kind], process, index, start, end, args))
             replay = e.replay_of(index, action)
             if replay > 0:

@@ -12,11 +12,13 @@ from megackpt.plan.evaluate import Evaluator
 from megackpt.plan.evaluation import FIXED, Evaluation
 from megackpt.plan.kept import kept_bytes
 from megackpt.plan.policies import keep_everything, selective
+from megackpt.plan.split import split_flags
 from megackpt.plan.steps import GATHERS
 
 GIB = 2**30
 # Differences between stages that are worth a sentence.
 UNEVEN_SECONDS = 0.05
+WORTH_SAYING = 5e-4  # of a step
 UNEVEN_BYTES = 0.1
 
 
@@ -26,10 +28,12 @@ def advise(
     given: Evaluation,
     best: Evaluation | None,
     flags: Sequence[Evaluation],
+    tried: Sequence[Evaluation],
     why_not: str,
 ) -> tuple[str, ...]:
-    """Sentences, the most important first.  ``flags``: the recompute flags, the first of them keeps everything."""
-    sentences = [*_choice(evaluator, budget, given, best, flags, why_not)]
+    """Sentences, the most important first.  ``flags``: the recompute flags, the first of them keeps everything;
+    ``tried``: the choice per stage, with more freedom each time."""
+    sentences = [*_choice(evaluator, budget, given, best, flags, why_not), *_won(budget, best, flags, tried)]
     sentences += [*_core(evaluator, given), *_stages(given), *_balance(evaluator, given), *_head(given)]
     return tuple(sentences)
 
@@ -68,8 +72,35 @@ def _beside(budget: int, given: Evaluation, best: Evaluation) -> Iterator[str]:
         yield f"{what[0].upper()}{what[1:]} makes the step {gain:.1%} shorter than the flags as given."
     else:
         yield "The flags as given are the fastest plan that fits."
-    if best.name.startswith("per stage") and best.layout.v == 1:
-        yield "Write it with --plan-out FILE and train with --recompute-plan FILE."
+
+
+def _won(
+    budget: int, best: Evaluation | None, flags: Sequence[Evaluation], tried: Sequence[Evaluation]
+) -> Iterator[str]:
+    """What each freedom of the recommended plan is worth, and how to run it."""
+    if best is None or all(best is not e for e in tried):
+        return
+    fitting = [e for e in flags if e.fits(budget)]
+    before = min(fitting, key=lambda e: (e.step_seconds, e.peak_bytes), default=None)
+    parts = []
+    for e in tried:
+        if before is not None:
+            shorter = 1 - e.step_seconds / before.step_seconds
+            if shorter >= WORTH_SAYING:
+                parts.append(f"'{e.name}' {shorter:.1%} against '{before.name}'")
+        before = e
+        if e is best:
+            break
+    if parts:
+        yield f"Won: a step shorter by {', '.join(parts)}."
+    auto = "" if split_flags(best.layout.pieces) or best.prediction.stages[0].host_bytes else ", or let"
+    auto += " --recompute-granularity auto find it" if auto else ""
+    yield f"Write it with --plan-out FILE and train with --recompute-plan FILE{auto}."
+    if flags_ := split_flags(best.layout.pieces):
+        yield f"It has other numbers of layers per stage: train with {flags_}."
+    most = max(row.host_bytes for row in best.prediction.stages)
+    if most:
+        yield f"Up to {most / GIB:.1f} GiB of a rank wait in host memory."
 
 
 def _smaller(evaluator: Evaluator, given: Evaluation, budget: int) -> Iterator[str]:
@@ -79,7 +110,7 @@ def _smaller(evaluator: Evaluator, given: Evaluation, budget: int) -> Iterator[s
         yield (
             f"Before any activation a rank holds {fixed / GIB:.1f} GiB (weights, gradients, optimizer, driver): raise"
             " --tensor-model-parallel-size or --pipeline-model-parallel-size"
-            + ("." if layout.sharded_optimizer or layout.d == 1 else ", or shard the optimizer over data parallelism.")
+            + ("." if layout.sharded_optimizer or layout.d == 1 else ", or give --use-distributed-optimizer.")
         )
         return
     ways = []

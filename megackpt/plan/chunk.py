@@ -19,6 +19,9 @@ _LAST = "mlp.residual"
 _LAST_SAVED = "mlp.down"  # a group's replay ends where this step has saved its input
 
 
+Spans = dict[tuple[object, ...], Span]
+
+
 @dataclass
 class ChunkModel:
     """Spans of one chunk, each computed once per save-set.
@@ -36,7 +39,7 @@ class ChunkModel:
     watched: bool = False
     split: bool = False
     _keeps_top: bool = False  # a weight gradient waits for the gradient that the chunk received
-    _spans: dict[tuple[object, ...], Span] = field(default_factory=dict)
+    _spans: Spans = field(default_factory=dict)
 
     # -- the chunk -----------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 VERSION = 2  # of a plan in JSON
@@ -175,6 +175,19 @@ class ChunkPlan:
         decisions = [d for s in self.save_sets.values() for d in (s.default, *s.decisions.values())]
         found = {c for d in decisions for c in (d.output, d.internals)}
         return found | {str(output) for *_, output in groups_to_rows(self.groups)}
+
+    def on_device(self) -> ChunkPlan:
+        """The same with nothing in host memory."""
+
+        def home(decision: Decision) -> Decision:
+            output, internals = (KEEP if p == OFFLOAD_HOST else p for p in (decision.output, decision.internals))
+            return Decision(output, internals, decision.masks)
+
+        sets = {
+            address: SaveSet({name: home(d) for name, d in sets.decisions.items()}, home(sets.default))
+            for address, sets in self.save_sets.items()
+        }
+        return replace(self, save_sets=sets)
 
     @property
     def keeps_all(self) -> bool:

@@ -20,6 +20,7 @@ from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.seconds import StepClock
 from megackpt.plan.simulate import Cost, Order, Timeline
 from megackpt.plan.slots import slots_of
+from megackpt.plan.step_end import slowest, step_end
 from megackpt.plan.steps import BLOCK_NAMES
 
 
@@ -51,6 +52,10 @@ class Evaluator:
         bare = self.order.durations(lambda stage, action: _seconds(work[stage][action.chunk][0], action, replays=False))
         replays = [self._mean_replay(row, stage) for stage, row in enumerate(work)]
         transfer = self.clock.send(self.made.boundary_bytes)
+        stages = tuple(
+            StageSeconds(sum(w[0].forward for w in row), sum(w[0].backward for w in row), replay)
+            for row, replay in zip(work, replays, strict=True)
+        )
         return Evaluation(
             model=self.model,
             layout=layout,
@@ -59,14 +64,16 @@ class Evaluator:
             prediction=prediction,
             simulated=partial(self._timeline, layout, plan, prediction, work, transfer),
             pipeline_seconds=self.order.step_seconds(full, transfer, self._ahead(work)),
-            stages=tuple(
-                StageSeconds(sum(w[0].forward for w in row), sum(w[0].backward for w in row), replay)
-                for row, replay in zip(work, replays, strict=True)
-            ),
+            stages=stages,
             replay_of=lambda stage, action: self._of(work, stage, action).replay if action.kind == "B" else 0.0,
+            slot_of=lambda stage, action: self.slots[stage][action.micro_batch, action.chunk],
             bare_seconds=self.order.step_seconds(bare, transfer),
-            reduction_seconds=self._reduction(layout, prediction),
-            optimizer_seconds=self._optimizer(prediction),
+            end=slowest(
+                [
+                    step_end(layout, self.machine, row, stage.forward, stage.backward)
+                    for row, stage in zip(prediction.stages, stages, strict=True)
+                ]
+            ),
             model_flops=model_flops(self._shape, self._sequences),
             replayed_flops=self._replayed_flops(layout, plan),
         )
@@ -159,26 +166,6 @@ class Evaluator:
         size = self.made.boundary_bytes
         step = StepCost("boundary.gather", collective="all_gather", collective_bytes=size, bytes_moved=size)
         return self.clock.forward(step) if choice == SHARD else 0.0
-
-    def _reduction(self, layout: Layout, prediction: Prediction) -> float:
-        """A ring over the data-parallel ranks of the stage with the most gradients."""
-        ranks = layout.d * layout.c
-        if ranks == 1:
-            return 0.0
-        gradients = max(row.terms["gradients"] for row in prediction.stages)
-        weights = max(row.terms["weights"] for row in prediction.stages)
-        inside = layout.t * ranks <= self.machine.per_node
-        rate = self.machine.tp_bytes_per_s if inside else self.machine.node_bytes_per_s
-        sent = gradients + (weights if layout.sharded_optimizer else gradients)
-        return sent * (ranks - 1) / ranks / rate
-
-    def _optimizer(self, prediction: Prediction) -> float:
-        """State read and written once."""
-        moved = max(
-            row.terms["gradients"] + row.terms["weights"] + 2 * (row.terms["masters"] + row.terms["moments"])
-            for row in prediction.stages
-        )
-        return moved / (self.machine.hbm_bytes_per_s * self.machine.hbm_fraction)
 
     # -- FLOPs ----------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.predict import STATE, Prediction
 from megackpt.plan.schedule import Action
 from megackpt.plan.simulate import Timeline
+from megackpt.plan.split import split_flags
+from megackpt.plan.step_end import StepEnd
 
 FIXED = (*STATE, "communicators", "context", "margin")
 
@@ -49,9 +51,9 @@ class Evaluation:
     pipeline_seconds: float
     stages: tuple[StageSeconds, ...]
     replay_of: Callable[[int, Action], float]  # (stage, action) -> its seconds of replay
+    slot_of: Callable[[int, Action], int]
     bare_seconds: float  # of the pipeline, were nothing replayed
-    reduction_seconds: float  # data-parallel gradients (and weights, where the optimizer is sharded)
-    optimizer_seconds: float
+    end: StepEnd
     model_flops: int
     replayed_flops: int
 
@@ -77,6 +79,15 @@ class Evaluation:
     def bubble_share(self) -> float:
         """Idle time of all stages over their busy time: (p-1)/n for 1F1B on equal stages."""
         return sum(self.idle_seconds) / (self.layout.n * sum(stage.total for stage in self.stages))
+
+    @property
+    def reduction_seconds(self) -> float:
+        """Exchange of gradients, and of weights where the optimizer is sharded, that nothing hides."""
+        return self.end.exposed
+
+    @property
+    def optimizer_seconds(self) -> float:
+        return self.end.optimizer
 
     @property
     def step_seconds(self) -> float:
@@ -129,6 +140,7 @@ class Evaluation:
                     "ranks": {"first": row.stage * ranks, "count": ranks},
                     "layers": [[piece.start, piece.stop] for piece in self.layout.pieces[row.stage]],
                     **row.to_json(),
+                    "slots": max(len(self.plan.slots(row.stage, chunk)) for chunk in range(self.layout.v)),
                     "fits": row.total_bytes <= budget_bytes,
                     "seconds": {"forward": seconds.forward, "backward": seconds.backward, "replay": seconds.replay},
                     "idle_seconds": self.idle_seconds[row.stage],
@@ -143,6 +155,8 @@ class Evaluation:
                 "pipeline": self.pipeline_seconds,
                 "pipeline_without_replay": self.bare_seconds,
                 "data_parallel_reduction": self.reduction_seconds,
+                "data_parallel_gradients": self.end.reduce,
+                "data_parallel_weights": self.end.gather,
                 "optimizer": self.optimizer_seconds,
             },
             "bubble_share": self.bubble_share,
@@ -153,6 +167,7 @@ class Evaluation:
             "mfu": self.mfu,
             "hfu": self.hfu,
             "layout": self.layout.to_json(),
+            "split_flags": split_flags(self.layout.pieces) or None,
             "stages": rows,
             "plan": self.plan.to_json(),
         }

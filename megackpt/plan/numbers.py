@@ -100,6 +100,8 @@ class Layout:
     grad_bytes: int = 0  # of main gradients; 0: wide_bytes
     sharded_optimizer: bool = False
     bucket_size: int = 0  # elements of a bucket of gradients; 0: Megatron's default
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
     schedule: str = "1f1b"
     device: str = "cuda"  # kernels differ in what they save
     tp_rank: int | None = None  # ranks differ only in padded vocabulary; None: the one that has most to do

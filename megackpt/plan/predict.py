@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megackpt.plan.accelerators import Machine
-from megackpt.plan.chunk import ChunkModel
-from megackpt.plan.decision import ChunkPlan, Plan
+from megackpt.plan.chunk import ChunkModel, Spans
+from megackpt.plan.decision import OFFLOAD_HOST, ChunkPlan, Plan
 from megackpt.plan.kept import kept_bytes
 from megackpt.plan.live import Span
 from megackpt.plan.numbers import Layout, ModelNumbers
@@ -22,6 +22,8 @@ from megackpt.plan.profile import Profile, profile
 from megackpt.plan.schedule import Action, destination, schedule_lists, source
 from megackpt.plan.slots import slots_of
 
+# Micro-batches of an offloaded tensor that are on the device at once: one on its way out, one on its way back.
+RESIDENT = 2
 STATE = ("weights", "gradients", "masters", "moments")
 
 
@@ -42,6 +44,7 @@ class StagePrediction:
     peak_step: str
     in_flight: int  # (micro-batch, chunk) pairs held then
     kept_by_slot: tuple[tuple[int, ...], ...]  # of one micro-batch, by [chunk][slot]
+    host_bytes: int  # most that waits in host memory
     kept_peak_bytes: int  # most that all open tapes hold together
     parameters: int
 
@@ -68,6 +71,7 @@ class StagePrediction:
             "kept_bytes_by_chunk": list(self.kept_by_chunk),
             "kept_bytes_by_slot": [list(slots) for slots in self.kept_by_slot],
             "kept_peak_bytes": self.kept_peak_bytes,
+            "host_bytes": self.host_bytes,
             "parameters": self.parameters,
         }
 
@@ -135,9 +139,10 @@ def predict_stage(
     made: Profile,
     machine: Machine | None = None,
     watched: bool = False,
+    spans: Spans | None = None,
 ) -> StagePrediction:
-    """One stage through its list."""
-    walk = StageWalk(made, layout, plan, stage, watched=watched)
+    """One stage through its list.  ``spans``: what calls with the same profile and ``watched`` may share."""
+    walk = StageWalk(made, layout, plan, stage, watched=watched, spans=spans)
     walk.run(actions)
     return _stage(model, layout, machine, walk)
 
@@ -153,6 +158,8 @@ def _stage(model: ModelNumbers, layout: Layout, machine: Machine | None, walk: S
         "weight_gradients": peak.waiting,
         "transient": peak.live - peak.kept - peak.messages - peak.waiting,
     }
+    if walk.host_peak:
+        terms["lanes"] = walk.lane_bytes
     if machine is not None:
         groups = sum(size > 1 for size in (layout.t, layout.d * layout.c)) + 2 * (layout.p > 1)
         terms["communicators"] = machine.communicator_bytes * groups
@@ -167,6 +174,7 @@ def _stage(model: ModelNumbers, layout: Layout, machine: Machine | None, walk: S
         in_flight=peak.in_flight,
         kept_by_slot=walk.kept,
         kept_peak_bytes=walk.kept_peak,
+        host_bytes=walk.host_peak,
         parameters=count,
     )
 
@@ -207,6 +215,7 @@ class _Slot:
     waiting: int  # factors of weight gradients that a split backward leaves
     kept: int
     ends: int
+    away: int  # in host memory
 
 
 class StageWalk:
@@ -214,8 +223,18 @@ class StageWalk:
     alive until the next action ends, a received gradient alive until its backward has ended.  Which slot's plan a
     micro-batch has, `plan.slots` says."""
 
-    def __init__(self, made: Profile, layout: Layout, plan: Plan, stage: int, *, watched: bool = False) -> None:
+    def __init__(
+        self,
+        made: Profile,
+        layout: Layout,
+        plan: Plan,
+        stage: int,
+        *,
+        watched: bool = False,
+        spans: Spans | None = None,
+    ) -> None:
         self.layout, self.stage = layout, stage
+        self._spans = {} if spans is None else spans
         self.message, self.split = made.boundary_bytes, layout.splits_backward
         self._receiving, self._sending = self._meeting(source), self._meeting(destination)
         self._first = [layout.is_first(stage, chunk) for chunk in range(layout.v)]
@@ -229,15 +248,24 @@ class StageWalk:
         self.sent = 0
         self.posted = {"F": 0, "B": 0}
         self.peak = Moment()
-        self.kept_peak = 0
+        self.kept_peak = self.host_now = self.host_peak = 0
 
     def _slot(self, made: Profile, chunk: int, sets: ChunkPlan, watched: bool) -> _Slot:
         layers = self.layout.pieces[self.stage][chunk]
-        model = ChunkModel(made, sets, layers, self._first[chunk], self._last[chunk], self.layout.t, watched)
+        first, last = self._first[chunk], self._last[chunk]
+        model = ChunkModel(made, sets, layers, first, last, self.layout.t, watched, _spans=self._spans)
         whole = model.backward()
         backward = replace(model, split=True, _spans={}).backward() if self.split else whole
         ends = ends_kept(made, self.layout, self.stage, chunk, sets)
-        return _Slot(model.forward(), backward, backward.change - whole.change, model.kept(), ends)
+        kept = model.kept()
+        away = replace(model, plan=sets.on_device(), _spans={}).kept() - kept if OFFLOAD_HOST in sets.choices() else 0
+        return _Slot(model.forward(), backward, backward.change - whole.change, kept, ends, away)
+
+    @property
+    def lane_bytes(self) -> int:
+        """On the device, of tensors on their way to the host and back: of `RESIDENT` micro-batches."""
+        largest = max(slot.away for slots in self._slots for slot in slots)
+        return min(RESIDENT * largest, self.host_peak)
 
     @property
     def kept(self) -> tuple[tuple[int, ...], ...]:
@@ -265,6 +293,8 @@ class StageWalk:
     def _hold(self, slot: _Slot, sign: int) -> None:
         self.in_flight += sign
         self.kept_now += sign * slot.kept
+        self.host_now += sign * slot.away
+        self.host_peak = max(self.host_peak, self.host_now)
         self.ends_now += sign * slot.ends
 
     def _forward(self, action: Action) -> None:

@@ -6,7 +6,7 @@ A value that the table, the pictures and the JSON file are written from.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megackpt.plan.accelerators import Machine
@@ -23,6 +23,8 @@ from megackpt.plan.profile import Profile
 from megackpt.plan.steps import GATHERS
 
 VERSION = 1
+EQUAL = 2e-4  # of a step's seconds
+WANTED = Options(slots=True, keep_gathered=False)
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,18 @@ def report(
     budget_bytes: int,
     made: Profile | None = None,
     notices: Sequence[str] = (),
+    options: Options = WANTED,
 ) -> Report:
-    """Everything about ``plan``.  Raises ValueError when the model does not divide over the ranks."""
+    """Everything about ``plan``.  ``options``: what the recommended one may use.  Raises ValueError when the model does
+    not divide over the ranks."""
     evaluator = Evaluator(model, layout, machine, made)
     given = evaluator(plan)
     plans = [plan_for(layout.pieces, policy) for policy in ladder_policies(model, layout)]
     flags = [given if other == plan else evaluator(other) for other in plans]
-    best, why_not = _best(evaluator, budget_bytes, flags)
+    tried, why_not = _tried(evaluator, budget_bytes, flags, options)
+    best = _best(budget_bytes, flags, tried)
     seen: dict[str, Evaluation] = {}
-    for e in [given, *flags, *([best] if best else [])]:
+    for e in [given, *flags, *tried, *([best] if best else [])]:
         seen.setdefault(e.name, e)
     return Report(
         model=model,
@@ -126,8 +131,8 @@ def report(
         best=best,
         ladder=tuple(sorted(seen.values(), key=lambda e: (e.peak_bytes, e.step_seconds, e.name))),
         decisions=decisions(evaluator, plan),
-        why_not=why_not,
-        advice=advise(evaluator, budget_bytes, given, best, flags, why_not),
+        why_not="" if best else why_not,
+        advice=advise(evaluator, budget_bytes, given, best, flags, tried, why_not),
         notices=tuple(notices),
     )
 
@@ -146,22 +151,45 @@ def ladder_policies(model: ModelNumbers, layout: Layout) -> list[Policy]:
     return [Policy(**details, chunked_loss=chunked) for details in wanted]
 
 
-def _best(evaluator: Evaluator, budget: int, flags: Sequence[Evaluation]) -> tuple[Evaluation | None, str]:
-    """The fastest plan that fits: what needs no thought if that fits, else the choice per stage."""
-    if flags[0].fits(budget):
-        return flags[0], ""
+def _tried(
+    evaluator: Evaluator, budget: int, flags: Sequence[Evaluation], options: Options
+) -> tuple[list[Evaluation], str]:
+    """The choice per stage, and with every freedom that ``options`` add, one after the other; those that fit, or why
+    none does.  Where everything fits only another split can win."""
+    everything = flags[0].fits(budget)
+    steps = [Options(keep_gathered=False)]
+    for name in ("slots", "split", "offload"):
+        if getattr(options, name) and (name == "split" or not everything):
+            steps.append(replace(steps[-1], **{name: True}))
+    found: list[Evaluation] = []
+    why_not = ""
+    for some in steps[everything:]:
+        try:
+            chosen = choose_for(evaluator.model, evaluator.layout, evaluator.machine, budget, some, evaluator.made)
+        except DoesNotFit as error:
+            why_not = str(error)
+            continue
+        made = evaluator(chosen.choice.plan, chosen.layout)
+        if made.name not in {e.name for e in found}:
+            found.append(made)
+    return found, why_not
+
+
+def _best(budget: int, flags: Sequence[Evaluation], tried: Sequence[Evaluation]) -> Evaluation | None:
+    """The fastest plan that fits; of what is as good as equal the one with the least freedom."""
+
+    def order(e: Evaluation) -> tuple[float, int]:
+        return e.step_seconds, e.peak_bytes
+
     fitting = [e for e in flags if e.fits(budget)]
-    by_flags = min(fitting, key=lambda e: (e.step_seconds, e.peak_bytes), default=None)
-    try:
-        chosen = choose_for(
-            evaluator.model, evaluator.layout, evaluator.machine, budget, Options(keep_gathered=False), evaluator.made
-        )
-    except DoesNotFit as error:
-        return by_flags, "" if by_flags else str(error)
-    best = evaluator(chosen.choice.plan, chosen.layout)
-    if by_flags is not None and by_flags.step_seconds <= best.step_seconds:
-        return by_flags, ""
-    return best, ""
+    by_flags = flags[0] if flags[0].fits(budget) else min(fitting, key=order, default=None)
+    fastest = min([*([by_flags] if by_flags else []), *tried], key=order, default=None)
+    if fastest is None or fastest is by_flags:
+        return fastest
+    for e in tried:
+        if e.step_seconds <= fastest.step_seconds * (1 + EQUAL) and (by_flags is None or order(e) < order(by_flags)):
+            return e
+    return fastest
 
 
 def decisions(evaluator: Evaluator, plan: Plan) -> tuple[StepRow, ...]:

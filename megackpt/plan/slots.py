@@ -1,8 +1,8 @@
 """Which slot a micro-batch takes: where plans differ between the micro-batches in flight, it decides what is kept.
 
 A slot is a place among the micro-batches of one chunk that are in flight on a stage.  A micro-batch takes the lowest
-free one at its forward and leaves it when its backward is done (its weight gradients, where they come apart).  It
-follows from the stage's list alone, so simulator and trainer agree, and ranks of one tensor-parallel group too.
+free one at its forward and leaves it when its backward is done (what weight gradients wait with is no part of its
+plan).  It follows from the stage's list alone, so simulator and trainer agree, and ranks of one tensor-parallel group.
 
 p = 3, stage 0 under 1F1B::
 
@@ -19,11 +19,10 @@ from megackpt.plan.schedule import Action
 
 def slots_of(actions: Sequence[Action]) -> Mapping[tuple[int, int], int]:
     """(micro-batch, chunk) -> slot, for every forward in a stage's list.  Forward-only lists hold nothing: slot 0."""
-    leaves = "W" if any(action.kind == "W" for action in actions) else "B"
     free: dict[int, list[int]] = {}
     most: dict[int, int] = {}
     slots: dict[tuple[int, int], int] = {}
-    holds = any(action.kind == leaves for action in actions)
+    holds = any(action.kind == "B" for action in actions)
     for action in actions:
         place = (action.micro_batch, action.chunk)
         if not holds:
@@ -34,6 +33,6 @@ def slots_of(actions: Sequence[Action]) -> Mapping[tuple[int, int], int]:
                 most[action.chunk] = most.get(action.chunk, 0) + 1
                 waiting.append(most[action.chunk] - 1)
             slots[place] = heapq.heappop(waiting)
-        elif action.kind == leaves:
+        elif action.kind == "B":
             heapq.heappush(free[action.chunk], slots[place])
     return slots

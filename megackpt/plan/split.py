@@ -66,6 +66,30 @@ def split_by_counts(counts: Sequence[int], stages: int) -> Split:
     return tuple(tuple(ranges[stage::stages]) for stage in range(stages))
 
 
+def split_flags(pieces: Split) -> str:
+    """The flags that give this split, as Megatron spells them; empty where it is the even one."""
+    stages, chunks = len(pieces), len(pieces[0])
+    layers = sum(len(piece) for stage in pieces for piece in stage)
+    ends = (("--decoder-first-pipeline-num-layers", "first", 0), ("--decoder-last-pipeline-num-layers", "last", -1))
+    for some in ((), ends[:1], ends[1:], ends):
+        counts = {name: sum(len(piece) for piece in pieces[stage]) for _, name, stage in some}
+        try:
+            if split(layers, stages, chunks, **counts) == pieces:  # type: ignore[arg-type]
+                return " ".join(f"{flag} {counts[name]}" for flag, name, _ in some)
+        except ValueError:
+            continue
+    return f"--pipeline-model-parallel-layout '{layout_text(pieces)}'"
+
+
+def layout_text(pieces: Split) -> str:
+    """What every chunk holds, in the words of --pipeline-model-parallel-layout: ``Et*3|t*4|t*2L``."""
+    counts = [len(stage[chunk]) for chunk in range(len(pieces[0])) for stage in pieces]
+    texts = ["" if count == 0 else "t" if count == 1 else f"t*{count}" for count in counts]
+    texts[0] = f"E{texts[0]}"
+    texts[-1] += "L"
+    return "|".join(texts)
+
+
 def split_layers(num_layers: int, stages: int) -> list[range]:
     """Layers of each stage, in model order: ``split_layers(6, 4) -> [range(0, 1), range(1, 3), range(3, 5),
     range(5, 6)]``.

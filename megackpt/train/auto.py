@@ -26,19 +26,24 @@ def auto_task(config: RunConfig, vocab: int, seam: DeviceSeam) -> Task:
     return task_of(config, vocab, machine_of(seam.kind, name, seam.total_bytes()), seam.kind)
 
 
-def chosen_plan(config: RunConfig, vocab: int, seam: DeviceSeam, budget_bytes: int | None = None) -> Plan:
+def chosen_plan(config: RunConfig, vocab: int, seam: DeviceSeam) -> Plan:
     """The plan of rank 0, on every rank.  A collective call; raises UsageError on all ranks where nothing fits."""
 
     def choose() -> str:
         task = auto_task(config, vocab, seam)
         refuse_impossible(task)
-        return task.choose(budget_bytes).choice.plan.dumps()
+        return task.choose().choice.plan.dumps()
 
-    return Plan.from_json(json.loads(from_first(choose)))
+    return plan_of_text(from_first(choose))
+
+
+def plan_of_text(text: str) -> Plan:
+    """The plan that ``Plan.dumps`` wrote."""
+    return Plan.from_json(json.loads(text))
 
 
 def predicted(task: Task, plan: Plan) -> Prediction:
-    """All bytes of all ranks under a plan, as the budget counts them."""
+    """All bytes of all ranks under a plan, as the budget counts them (``scales`` apart)."""
     return predict(task.model, task.layout, plan, task.machine, watched=task.watched)
 
 

@@ -55,6 +55,10 @@ class Saves:
             self._tell(self._saver.finish())
             self._tell(self._saver.save(where.iteration, state_to_save(self._trainer, where)))
 
+    def use(self, trainer: Trainer) -> None:
+        """What is saved from now on: its plan may have changed."""
+        self._trainer = trainer
+
     def look(self) -> None:
         """Commit what has been written since.  Raises CheckpointError on all ranks if that failed on one."""
         if self._saver:

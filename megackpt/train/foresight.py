@@ -53,6 +53,12 @@ def foresee(trainer: Trainer) -> tuple[str, ...]:
     return tuple(said)
 
 
+def prediction_of(trainer: Trainer) -> Prediction:
+    """Bytes of the plan at hand as this device's counter sees them."""
+    model, layout = numbers_of(trainer)
+    return predict(model, layout, trainer.plan, watched=trainer.seam.kind == "cpu")
+
+
 def _kept(prediction: Prediction) -> str:
     return " / ".join(format_bytes(stage.kept_peak_bytes) for stage in prediction.stages)
 

@@ -26,9 +26,12 @@ from megackpt.observe.memory_tracker import ActivationPeak
 from megackpt.observe.timeline import TimelineRecorder
 from megackpt.persist import CheckpointError, coordination_group, prepare_directory
 from megackpt.pipeline.errors import PipelineError, reason_of
+from megackpt.train.adapt import Adapter, Peaks
 from megackpt.train.agree import together
+from megackpt.train.auto import auto_task
 from megackpt.train.build import Trainer, build, build_data, refuse_ahead
 from megackpt.train.checkpoint import Position, Saves, load_run, run_state
+from megackpt.train.foresight import prediction_of
 from megackpt.train.guard import Guard
 from megackpt.train.health import TrainingStopped
 from megackpt.train.report import Reporter, over_ranks
@@ -109,6 +112,7 @@ def train(trainer: Trainer, board: Board | None = None) -> Position:
                         loop.evaluate(dataset, "valid", name)
                 if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
                     loop.guard.check(f"before iteration {loop.where.iteration} is saved")
+                    saves.use(loop.trainer)
                     saves.save(loop.where)
             if loop.ends:
                 break
@@ -130,6 +134,11 @@ class Loop:
         self._first = where.iteration + 1
         self.recorder = together(lambda: recorder(trainer, self._first + 2))
         self._saved_bytes: list[int] | None = None
+        self._compared = False
+        config = trainer.config.recompute
+        self.adapter = None
+        if config.adapt:
+            self.adapter = Adapter(auto_task(trainer.config, trainer.vocab, trainer.seam), trainer.plan, self._first)
 
     @property
     def ends(self) -> bool:
@@ -149,7 +158,7 @@ class Loop:
         trainer, config = self.trainer, self.trainer.config
         number = self.where.iteration + 1
         self.guard.check_seal(f"before iteration {number}")
-        measures = self._measures(number)
+        measures = self._measures(number) or (self.adapter is not None and self.adapter.looks(number))
         records = self.recorder is not None and self.recorder.wants(number)
         self.stepper.count_bytes = self._saved_bytes is None or measures or records
         if self.stepper.count_bytes:
@@ -170,6 +179,24 @@ class Loop:
         if trainer.health.hopeless:
             trainer.health.stop(trainer.mesh, number, outcome.loss, outcome.loss_scale)
         self._guard(number)
+        if peaks is not None and number > self._first and outcome.samples == config.batch.global_batch_size:
+            self._compare(number, peaks)
+
+    def _compare(self, number: int, by_rank: Sequence[int]) -> None:
+        """The measured peak beside the predicted one, once and whenever the plan changes; and perhaps another plan."""
+        trainer, adapter = self.trainer, self.adapter
+        adapts = adapter is not None and adapter.looks(number)
+        if self._compared and not adapts:
+            return
+        peaks = Peaks.of(by_rank, trainer.mesh.shape, prediction_of(trainer))
+        if not self._compared:
+            self.reporter.say(f"megackpt: peak of activations in iteration {number}: {peaks}")
+        self._compared = True
+        changed = adapter.look(number, peaks) if adapter is not None and adapts else None
+        if adapter is not None and changed is not None:
+            self.trainer = self.stepper.trainer = replace(trainer, plan=adapter.plan)
+            self.reporter.replan(self.trainer, changed)
+            self._compared, self._saved_bytes = False, None
 
     @contextmanager
     def _recording(self, number: int) -> Iterator[None]:

@@ -86,7 +86,20 @@ class Reporter:
             self.say(f"megackpt: {message}")
         if self.speaks and self.run_dir is not None:
             (self.run_dir / "config.yaml").write_text(trainer.config.to_yaml())
-            (self.run_dir / "plan.json").write_text(trainer.plan.dumps())
+            self._write_plan()
+
+    def replan(self, trainer: Trainer, why: str) -> None:
+        """Another plan from the next iteration on: work and the run folder follow it."""
+        self.trainer = trainer
+        self._flops, self._hardware_flops = step_flops(trainer)
+        self.say(f"megackpt: {why}")
+        for message in foresee(trainer):
+            self.say(f"megackpt: {message}")
+        self._write_plan()
+
+    def _write_plan(self) -> None:
+        if self.speaks and self.run_dir is not None:
+            (self.run_dir / "plan.json").write_text(self.trainer.plan.dumps())
 
     def iteration(
         self,

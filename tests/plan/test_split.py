@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from megackpt.plan.split import split, split_layers
+from megackpt.observe.numbers import split_of
+from megackpt.plan.split import split, split_by_counts, split_flags, split_layers
+from tests.config.base import run
 
 
 def sizes(num_layers: int, stages: int) -> list[int]:
@@ -77,3 +79,28 @@ def test_first_and_last_stage_by_number() -> None:
             split(10, 4, **rest)
     with pytest.raises(ValueError, match="number of pipeline stages must be at least 1, got 0"):
         split(10, 2, first=4, last=5)
+
+
+@pytest.mark.parametrize(
+    ("counts", "flags"),
+    [
+        ([[2], [3], [2]], ""),
+        ([[1], [3], [3]], "--decoder-first-pipeline-num-layers 1"),
+        ([[3], [3], [1]], "--decoder-last-pipeline-num-layers 1"),
+        ([[1], [3], [1]], "--decoder-first-pipeline-num-layers 1 --decoder-last-pipeline-num-layers 1"),
+        ([[1], [2], [5], [2]], "--pipeline-model-parallel-layout 'Et|t*2|t*5|t*2L'"),
+        ([[0], [4], [1]], "--pipeline-model-parallel-layout 'E|t*4|tL'"),
+        ([[1, 2], [3, 1]], "--pipeline-model-parallel-layout 'Et|t*3|t*2|tL'"),
+        ([[1, 2], [2, 1]], ""),
+    ],
+)
+def test_the_flags_of_a_split_give_it(counts: list[list[int]], flags: str) -> None:
+    """Through the trainer's own reading of its flags."""
+    order = [row[chunk] for chunk in range(len(counts[0])) for row in counts]
+    pieces = split_by_counts(order, len(counts))
+    assert split_flags(pieces) == flags
+    chunks = f" --num-virtual-stages-per-pipeline-rank {len(counts[0])}" if len(counts[0]) > 1 and not flags else ""
+    flags = flags.replace("'", "")
+    line = f"--num-layers {sum(order)} --pipeline-model-parallel-size {len(counts)} {flags}{chunks}"
+    config = run(line, drop="--num-layers", world_size=len(counts))
+    assert split_of(config) == pieces

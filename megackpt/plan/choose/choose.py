@@ -45,6 +45,8 @@ class Options:
 DEFAULTS = Options()
 # How finely a stage's last bytes are spent: parts of what the bound of a stage may count too much.
 GRAINS, GRAINS_OF_CHUNKS = 64, 16
+MOST_FAR = 3  # budgets that are tried where predictions are known to be wrong
+MOST_SIMULATED = 2_000_000  # actions, to decide stage by stage: two seconds
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,7 @@ class Chooser:
         if items is None:
             items = layer_items(problem.pricing, options.keep_gathered)
         self.table = items if isinstance(items, Table) else Table(items)
+        self.far = False  # predictions may be far from the bound of `Problem.room`
         self.solved: dict[tuple[int, tuple[int, ...], int], Pick | None] = {}
 
     @cached_property
@@ -103,15 +106,17 @@ class Chooser:
         largest = 2 * max(count for stage in self.problem.division for count in stage)
         return Table([*self.table.items, *group_items(self.problem.pricing, range(2, largest + 1))])
 
-    def result(self) -> tuple[Counts, tuple[Pick, ...], str]:
+    def result(self, slots: bool = True) -> tuple[Counts, tuple[Pick, ...], str]:
+        """By the bound of `Problem.room` alone; ``slots``: try them too, where the options allow it."""
         counts = self.problem.division
         if self.options.split:
             counts = self._divided() or counts
         picks = self._picks(counts)
         name = self.name
         best = self.problem.step_seconds(counts, picks)
-        if self.options.slots and self.problem.chunks == 1:
-            picks, best = self._slotted(counts, picks, best)
+        if slots and self.options.slots and self.problem.chunks == 1:
+            picks = self._better(counts, picks, [self.slotted(stage, row, 0) for stage, row in enumerate(counts)])
+            best = self.problem.step_seconds(counts, picks)
         policies = flag_policies(self.problem.pricing, max(map(max, counts)), groups=False)
         flags = best_policy(self.problem, policies, counts)
         if flags is not None and flags.step_seconds < best:
@@ -122,6 +127,9 @@ class Chooser:
         """The picks, simulated."""
         problem = self.problem
         timeline = problem.timeline(counts, picks)
+        name += ", other layers per stage" * (counts != problem.division)
+        name += ", slots" * any(len(pick.slots) > 1 for pick in picks)
+        name += ", host memory" * any(pick.host_bytes for pick in picks)
         return Choice(problem, counts, picks, timeline, problem.step_seconds(problem.division, None), name)
 
     @property
@@ -145,7 +153,7 @@ class Chooser:
         """For every stage the best pick whose ``predicted`` bytes are within the budget.  Raises DoesNotFit."""
         picks, short = [], []
         for stage, layers in enumerate(counts):
-            pick = self._refined(stage, layers, predicted)
+            pick = self._refined(stage, layers, predicted, self.solve)
             if pick is None:
                 least, pick = self.leanest(stage, layers, predicted)
                 if least > self.problem.budget_bytes:
@@ -154,13 +162,20 @@ class Chooser:
         if short:
             least, said = max(short)
             raise DoesNotFit(said, least)
-        return tuple(picks)
+        if not self.options.slots or self.problem.chunks > 1:
+            return tuple(picks)
+        slotted = [self._refined(stage, layers, predicted, self.slotted) for stage, layers in enumerate(counts)]
+        return self._better(counts, tuple(picks), slotted)
 
-    def _refined(self, stage: int, layers: tuple[int, ...], predicted: Predicted) -> Pick | None:
+    def _refined(
+        self, stage: int, layers: tuple[int, ...], predicted: Predicted, solve: Callable[..., Pick | None]
+    ) -> Pick | None:
         """What the bound of `Problem.room` allows at some budget near the given one.  Candidates stand on a grid that
         does not depend on the budget, and are tried by halving: so more memory never gives a slower pick."""
         budget, slack = self.problem.budget_bytes, self.problem.slack_bytes(stage)
         grain = max(1, slack // (GRAINS if len(layers) == 1 else GRAINS_OF_CHUNKS))
+        near = budget if self.problem.split_backward or self.far else slack  # weight gradients wait beyond the bound
+        slack = MOST_FAR * budget if self.far else slack
         best, low, high = None, 0, 1 << 50
         while high - low > 1:
             middle = (low + high) // 2
@@ -168,14 +183,14 @@ class Chooser:
             if at > budget + slack:
                 high = middle
                 continue
-            if at > budget - slack:
-                pick = self.slotted(stage, layers, at - budget)
+            if at > budget - near:
+                pick = solve(stage, layers, at - budget)
                 if pick is not None and predicted(stage, pick) > budget:
                     high = middle
                     continue
                 best = pick or best
             low = middle
-        if best is None and (pick := self.slotted(stage, layers, 0)) is not None:
+        if best is None and (pick := solve(stage, layers, 0)) is not None:
             best = pick if predicted(stage, pick) <= budget else None
         return best
 
@@ -229,16 +244,19 @@ class Chooser:
         counts, seconds = min(ends, key=lambda end: end[1])
         return counts if seconds < float("inf") else None
 
-    def _slotted(self, counts: Counts, picks: tuple[Pick, ...], best: float) -> tuple[tuple[Pick, ...], float]:
-        """Slots on every stage on which they make the simulated step shorter."""
-        for stage, layers in enumerate(counts):
-            pick = self.slotted(stage, layers, 0)
-            if pick is not None and pick != picks[stage]:
-                tried = (*picks[:stage], pick, *picks[stage + 1 :])
-                seconds = self.problem.step_seconds(counts, tried)
-                if seconds < best:
-                    picks, best = tried, seconds
-        return picks, best
+    def _better(self, counts: Counts, picks: tuple[Pick, ...], others: Sequence[Pick | None]) -> tuple[Pick, ...]:
+        """``picks`` with those of the ``others`` that make the simulated step shorter; on the largest schedules all of
+        them or none."""
+        problem = self.problem
+        best = problem.step_seconds(counts, picks)
+        new = [stage for stage, pick in enumerate(others) if pick is not None and pick != picks[stage]]
+        each = len(problem.order) * len(new) <= MOST_SIMULATED
+        for some in [[stage] for stage in new] if each else [new]:
+            tried = tuple(others[s] or pick if s in some else pick for s, pick in enumerate(picks))
+            seconds = problem.step_seconds(counts, tried)
+            if seconds < best:
+                picks, best = tried, seconds
+        return picks
 
 
 def _total(pick: Pick) -> int:

@@ -7,6 +7,7 @@ given more than the bound allows, as long as its predicted bytes stay within the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
@@ -16,7 +17,7 @@ from megackpt.plan.choose.knapsack import Table
 from megackpt.plan.choose.pareto import layer_items
 from megackpt.plan.choose.prices import replay_seconds
 from megackpt.plan.choose.problem import Counts, DoesNotFit, End, Pick, Problem
-from megackpt.plan.chunk import ChunkModel
+from megackpt.plan.chunk import ChunkModel, Spans
 from megackpt.plan.decision import ChunkPlan, Group, Plan, SaveSet, Slots
 from megackpt.plan.demand import present_steps
 from megackpt.plan.kept import kept_bytes, replay
@@ -171,10 +172,18 @@ class Predictor:
     """The predicted bytes of picks; what they share is computed once."""
 
     def __init__(
-        self, model: ModelNumbers, layout: Layout, machine: Machine, made: Profile, watched: bool = False
+        self,
+        model: ModelNumbers,
+        layout: Layout,
+        machine: Machine,
+        made: Profile,
+        watched: bool = False,
+        scales: Sequence[float] | None = None,
     ) -> None:
         self.model, self.layout, self.machine, self.made, self.watched = model, layout, machine, made, watched
+        self.scales = scales
         self.lists = short_lists(layout)
+        self._spans: Spans = {}
 
     def placed(self, counts: Counts) -> Layout:
         """The layout with so many layers per stage and chunk."""
@@ -185,9 +194,19 @@ class Predictor:
         empty: list[list[Slots]] = [[(ChunkPlan(),)] * self.layout.v for _ in counts]
         empty[stage] = list(chunk_plans(counts, stage, pick))
         plan = Plan.of_slots(empty)
-        return predict_stage(
-            self.model, self.placed(counts), plan, stage, self.lists[stage], self.made, self.machine, self.watched
-        ).total_bytes
+        row = predict_stage(
+            self.model,
+            self.placed(counts),
+            plan,
+            stage,
+            self.lists[stage],
+            self.made,
+            self.machine,
+            self.watched,
+            self._spans,
+        )
+        scale = self.scales[stage] if self.scales else 1.0
+        return row.total_bytes + round((scale - 1) * row.activation_bytes)
 
     def __call__(self, choice: Choice) -> Prediction:
         placed = self.placed(choice.counts)
@@ -203,23 +222,25 @@ def choose_for(
     options: Options = DEFAULTS,
     made: Profile | None = None,
     watched: bool = False,
+    scales: Sequence[float] | None = None,
 ) -> Chosen:
     """The fastest plan of a model within ``budget_bytes`` of each rank's memory (None: the machine's), its bytes as
-    predicted (``watched``: see `predict`).  Raises DoesNotFit."""
+    predicted (``watched``: see `predict`), activations of each stage times its ``scales``.  Raises DoesNotFit."""
     budget = machine.memory_bytes if budget_bytes is None else budget_bytes
     made = profile(model, layout) if made is None else made
     problem = problem_of(model, layout, machine, budget, made)
     chooser = Chooser(problem, options, Table(layer_items(problem.pricing, options.keep_gathered)))
-    predictor = Predictor(model, layout, machine, made, watched)
+    predictor = Predictor(model, layout, machine, made, watched, scales)
+    chooser.far = scales is not None
     try:
-        counts, picks, name = chooser.result()
+        counts, picks, name = chooser.result(slots=False)
     except DoesNotFit:
         counts = problem.division
         picks, name = chooser.refined(counts, partial(predictor.stage_bytes, counts)), chooser.name
     else:
         refined = chooser.refined(counts, partial(predictor.stage_bytes, counts))
         slower = problem.step_seconds(counts, refined) > problem.step_seconds(counts, picks)
-        if not slower or predictor(chooser.choice(counts, picks, name)).peak_bytes > budget:
+        if not slower or any(predictor.stage_bytes(counts, s, pick) > budget for s, pick in enumerate(picks)):
             picks, name = refined, chooser.name
     choice = chooser.choice(counts, picks, name)
     return Chosen(choice, predictor.placed(counts), predictor(choice))
@@ -232,10 +253,11 @@ def least_bytes(
     options: Options = DEFAULTS,
     made: Profile | None = None,
     watched: bool = False,
+    scales: Sequence[float] | None = None,
 ) -> int:
     """The least budget at which `choose_for` finds a plan on the layout's own division."""
     made = profile(model, layout) if made is None else made
     problem = problem_of(model, layout, machine, 0, made)
     chooser = Chooser(problem, options, Table(layer_items(problem.pricing, options.keep_gathered)))
-    predicted = partial(Predictor(model, layout, machine, made, watched).stage_bytes, problem.division)
+    predicted = partial(Predictor(model, layout, machine, made, watched, scales).stage_bytes, problem.division)
     return max(chooser.leanest(stage, layers, predicted)[0] for stage, layers in enumerate(problem.division))

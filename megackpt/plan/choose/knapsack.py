@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,21 @@ class Front:
     def find(self, room: int) -> int:
         """Place of the fastest mixture of at most ``room`` bytes; -1 if there is none."""
         return int(np.searchsorted(self.bytes, room, side="right")) - 1
+
+
+    @cached_property
+    def hull(self) -> NDArray[np.int64]:
+        """Places on the lower convex hull."""
+        held, spent = self.bytes.tolist(), self.ps.tolist()
+        hull: list[int] = []
+        for k in range(len(held)):
+            while len(hull) > 1:
+                a, b = hull[-2], hull[-1]
+                if (spent[b] - spent[a]) * (held[k] - held[a]) < (spent[k] - spent[a]) * (held[b] - held[a]):
+                    break
+                hull.pop()
+            hull.append(k)
+        return np.array(hull)
 
 
 class Fronts:

@@ -16,6 +16,7 @@ from megackpt.plan.choose.chunks import Rows, rows_of
 from megackpt.plan.choose.pareto import Item
 from megackpt.plan.choose.prices import PICO, LayerPricing
 from megackpt.plan.policies import full_layer
+from megackpt.plan.predict import RESIDENT
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.simulate import Cost, Order, Timeline
 from megackpt.plan.slots import slots_of
@@ -23,9 +24,6 @@ from megackpt.plan.split import split_layers
 
 Counts = tuple[tuple[int, ...], ...]
 """Layers by [stage][chunk]."""
-
-# Micro-batches of an offloaded tensor that are on the device at once: one on its way out, one on its way back.
-RESIDENT = 2
 
 
 class DoesNotFit(ValueError):

@@ -9,9 +9,10 @@ import numpy as np
 from megackpt.plan.choose.chunks import best_points
 from megackpt.plan.choose.knapsack import Front, Fronts, Table
 from megackpt.plan.choose.pareto import Item
-from megackpt.plan.choose.problem import RESIDENT, Pick, Problem
+from megackpt.plan.choose.problem import Pick, Problem
+from megackpt.plan.predict import RESIDENT
 
-MOST_PAIRS = 2_000_000
+MOST_PAIRS = 200_000
 
 
 def solve(problem: Problem, table: Table, stage: int, layers: tuple[int, ...], spare: int = 0) -> Pick | None:
@@ -63,7 +64,7 @@ def _pair(front: Front, in_flight: int, room: int) -> tuple[int, int, int, int] 
     lean_most = front.find(room // in_flight)
     if lean_most < 0 or lean_most == len(front) - 1:
         return None  # nothing fits, or everything fits in the fastest mixture
-    places = _hull(front) if len(front) ** 2 > MOST_PAIRS else np.arange(len(front))
+    places = front.hull if len(front) ** 2 > MOST_PAIRS else np.arange(len(front))
     lean, rich = (g.ravel() for g in np.meshgrid(places[places <= lean_most], places, indexing="ij"))
     lean, rich = lean[rich > lean], rich[rich > lean]
     if not len(lean):
@@ -74,21 +75,6 @@ def _pair(front: Front, in_flight: int, room: int) -> tuple[int, int, int, int] 
     if total[k] >= in_flight * front.ps[lean_most]:
         return None
     return int(total[k]), int(lean[k]), int(rich[k]), int(count[k])
-
-
-def _hull(front: Front) -> np.ndarray:
-    """Places on the lower convex hull of a front."""
-    hull: list[int] = []
-    for k in range(len(front)):
-        while len(hull) > 1:
-            a, b = hull[-2], hull[-1]
-            left = (int(front.ps[b]) - int(front.ps[a])) * (int(front.bytes[k]) - int(front.bytes[a]))
-            right = (int(front.ps[k]) - int(front.ps[a])) * (int(front.bytes[b]) - int(front.bytes[a]))
-            if left < right:
-                break
-            hull.pop()
-        hull.append(k)
-    return np.array(hull)
 
 
 def with_offload(problem: Problem, table: Table, stage: int, layers: int, spare: int = 0) -> Pick | None:
