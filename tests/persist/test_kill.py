@@ -137,7 +137,7 @@ def at_random(rank: int, world: int, folder: str, how: str, kills: int, seed: in
     began = time.monotonic()
     saver.save(1, state(1, ballast))
     saver.finish()
-    usual, newest = time.monotonic() - began, 1
+    span, newest = time.monotonic() - began, 1
     before = torn = after = 0
     for number in range(2, kills + 2):
 
@@ -147,7 +147,7 @@ def at_random(rank: int, world: int, folder: str, how: str, kills: int, seed: in
             saver.finish()
 
         pid = forked(save)
-        time.sleep(draw.uniform(0, 1.5 * usual))
+        time.sleep(draw.uniform(0, 2 * span))
         os.kill(pid, signal.SIGKILL)
         finished = status_of(pid) == 0
         torn += any(".tmp-" in path.name for path in root.iterdir())
@@ -156,6 +156,7 @@ def at_random(rank: int, world: int, folder: str, how: str, kills: int, seed: in
         found = loaded(root, ballast)
         assert found == number or (found == newest and not finished)
         before, after = before + (found == newest), after + (found == number)
+        span *= 1.1 if found == newest else 0.9  # as fast as the machine is just now: as many before as after
         newest = found
     return before, torn, after
 
@@ -170,4 +171,4 @@ def test_a_kill_at_a_random_moment(tmp_path: Path, how: str) -> None:
 @pytest.mark.parametrize("how", HOWS)
 def test_two_hundred_kills_at_random_moments(tmp_path: Path, how: str) -> None:
     before, torn, after = run_distributed(at_random, 1, str(tmp_path), how, 200, 2, timeout=110)[0]
-    assert before + after == 200 and min(before, torn, after) >= 10, (before, torn, after)
+    assert before + after == 200 and min(before, after) >= 40 and torn >= 10, (before, torn, after)
