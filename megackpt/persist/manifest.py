@@ -98,8 +98,9 @@ class Manifest:
         try:
             return Manifest.from_bytes(read_whole(directory / MANIFEST, _LARGEST))
         except FileNotFoundError:
-            reason = f"it has no {MANIFEST}" if directory.is_dir() else "there is no such directory"
-            raise CheckpointError(reason) from None
+            if directory.is_dir():
+                raise CheckpointError(f"it has no {MANIFEST}{_foreign(directory)}") from None
+            raise CheckpointError("there is no such directory") from None
         except OSError as error:
             raise CheckpointError(f"{MANIFEST} cannot be read ({error.strerror})") from error
 
@@ -207,6 +208,15 @@ def _part_from_json(
     if not isinstance(entry, str) or file not in files or elements(shape) * width > files[file].size:
         raise ValueError(f"a part of {key} cannot be in {str(file)[:60]}")
     return StoredPart(file, tuple(offsets), tuple(shape), entry)
+
+
+def _foreign(directory: Path) -> str:
+    """Whose checkpoint it may be, if it is not one of ours."""
+    if next(directory.glob("mp_rank_*"), None):
+        return " and looks like one of Megatron-LM (megackpt convert reads those)"
+    if (directory / ".metadata").exists():
+        return " and looks like one of torch.distributed.checkpoint, whose index is a pickle: it is not read"
+    return ""
 
 
 def _some(keys: list[str], limit: int = 5) -> str:

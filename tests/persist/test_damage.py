@@ -104,6 +104,21 @@ def test_no_whole_checkpoint_is_an_error_that_says_why(tmp_path: Path, damage: s
     assert all(bool((shard.local == -7).all()) for shard in state.tensors)  # and nothing was touched
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("mp_rank_00/model_optim_rng.pt", r"looks like one of Megatron-LM \(megackpt convert reads those\)"),
+        (".metadata", "whose index is a pickle: it is not read"),
+    ],
+)
+def test_a_checkpoint_of_another_program_is_called_one(tmp_path: Path, name: str, said: str) -> None:
+    file = tmp_path / "iter_0000010" / name
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"x")
+    with pytest.raises(CheckpointError, match=said):
+        load(tmp_path, state_of(lone_mesh(), None), lone_mesh())
+
+
 def test_every_single_byte_counts(tmp_path: Path) -> None:
     """Flip one bit at a spread of places of every file: it is noticed."""
     save(tmp_path, 10, state_of(lone_mesh(), 10), lone_mesh())
