@@ -221,7 +221,7 @@ def test_a_run_may_end_at_its_first_bad_step(more: Flags) -> None:
 
 def test_the_process_ends_with_code_1_and_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     """A static scale that no fp16 gradient survives."""
-    flags = TINY | {"loss-scale": 2.0**60, "max-skipped-iterations": 2, "train-iters": 9, "log-interval": 1}
+    flags = TINY | {"loss-scale": 2.0**60, "max-skipped-iterations": 2, "log-interval": 1, "device": "cpu"}
     assert run(RunConfig.from_flags(flags), LaunchEnvironment.detect({})) == 1
     out, err = capsys.readouterr()
     assert out.count("number of skipped iterations:   1") == 2
