@@ -162,7 +162,7 @@ def _fuzz(name: str, examples: int, answer: object) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_damaged_files(name: str, request: pytest.FixtureRequest) -> None:
-    examples = FORMATS[name][1] * (20 if request.config.getoption("--full") else 1)
+    examples = FORMATS[name][1] * (4 if request.config.getoption("--full") else 1)
     context = multiprocessing.get_context("spawn")
     answer = context.Queue()
     process = context.Process(target=_fuzz, args=(name, examples, answer))
