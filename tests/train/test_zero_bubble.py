@@ -62,7 +62,7 @@ def _one_step(
     stepper = Stepper(trainer)
     events: list[Event] = []
     run = stepper.executor.run
-    stepper.executor.run = lambda n, **options: run(n, events=events, **options)  # type: ignore[method-assign]
+    stepper.executor.run = lambda n, **options: run(n, **(options | {"events": events}))  # type: ignore[method-assign]
     with closing(loader(trainer, trainer.datasets.train, 0)) as batches, Products() as products:
         total, _ = stepper.accumulate(batches)
     return {name: g.clone() for name, g in trainer.buffer.gradients().items()}, total, products.counted, events
