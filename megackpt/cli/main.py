@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, Command] = {
     "plan": Command("megackpt.cli.plan", "memory and time of a run before it starts, and the recompute that fits"),
     "convert": Command("megackpt.cli.convert", "weights from and to Hugging Face, and from Megatron-LM"),
     "generate": Command("megackpt.cli.generate", "continue a text with the weights of a checkpoint"),
+    "calibrate": Command("megackpt.cli.calibrate", "measure this machine for plan --machine FILE"),
     "compare": Command("megackpt.cli.compare", "two plans written by plan --json, side by side"),
 }
 

@@ -33,6 +33,8 @@ class Machine:
     hbm_fraction: float = 0.75
     core_fraction: float = 0.6  # of gemm_fraction, for the attention core
     latency_s: float = 10e-6
+    op_seconds: float = 0.0  # of the host per operation, where it computes itself; 0: hidden behind the device's work
+    shared_rates: tuple[float, ...] = ()  # of a rank while 1, 2, ... ranks of the host compute; (): cores of its own
     context_bytes: int = 0  # of the driver, outside the allocator
     communicator_bytes: int = 0  # per process group
     margin_bytes: int = 0  # fragmentation and what nobody counted
@@ -42,9 +44,19 @@ class Machine:
         for name in ("memory_bytes", "hbm_bytes_per_s", "tp_bytes_per_s", "node_bytes_per_s", "host_bytes_per_s"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{self.name}: {name} must be above 0, got {getattr(self, name)}")
+        if not all(0 < rate <= 1 for rate in self.shared_rates):
+            raise ValueError(f"{self.name}: shared_rates must be above 0 and at most 1, got {self.shared_rates}")
         for name in ("gemm_fraction", "hbm_fraction", "core_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{self.name}: {name} must be above 0 and at most 1, got {getattr(self, name)}")
+
+    def speed(self, busy: int) -> float:
+        """Of each of ``busy`` ranks that compute at once, relative to one alone.  More ranks than were measured share
+        what those had together."""
+        if not self.shared_rates:
+            return 1.0
+        known = min(busy, len(self.shared_rates))
+        return self.shared_rates[known - 1] * known / max(1, busy)
 
     def flops_per_s(self, act_bytes: int) -> float:
         """Achievable in products of numbers of so many bytes.  Raises ValueError where no peak is known."""
@@ -59,7 +71,7 @@ class Machine:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Machine:
         """Raises TypeError on an unknown or missing field."""
-        return Machine(**data)
+        return Machine(**{**data, "shared_rates": tuple(data.get("shared_rates", ()))})
 
 
 def machine_named(name: str) -> Machine:
@@ -73,10 +85,10 @@ def machine_named(name: str) -> Machine:
 
 
 _PLANNED = {
-    "memory_bytes": "total memory as nvidia-smi reports it",
+    "memory_bytes": "total memory as nvidia-smi reports it (A100, H100: modal-labs/modal-client#2797)",
     "gemm_fraction": "planning value: large bf16 products reach 50 to 70 % of the dense peak",
     "hbm_fraction": "planning value: streaming kernels reach 70 to 85 %",
-    "tp_bytes_per_s": "planning value: 80 % of one direction of the NVLink generation",
+    "tp_bytes_per_s": "planning value: 80 % of one direction; data sheets give both: 600, 900, 1,800 GB/s",
     "node_bytes_per_s": "one 200 Gb/s (A100) or 400 Gb/s (H100 and later) port per accelerator, at 80 %",
     "host_bytes_per_s": "PCIe generation 4 x16 (A100) or 5 x16, at about 65 %",
     "context_bytes": "typical CUDA context with NCCL and cuBLAS loaded",
@@ -105,25 +117,36 @@ def _nvidia(
     )
 
 
+# fp32 without TF32, as torch computes it by default; fp64 by tensor cores.
 _A100 = {"bf16": 312e12, "fp32": 19.5e12, "fp64": 19.5e12}
 _H100 = {"bf16": 989e12, "fp32": 67e12, "fp64": 67e12}
-_SHEET = "NVIDIA {} data sheet, dense figures"
+_B200 = {"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12}
+_A100_SHEET = (
+    "NVIDIA A100 data sheet (1758950-r4): BF16 312 TFLOP/s (624 sparse), FP32 19.5, FP64 tensor core 19.5;"
+    " 1,555 GB/s (40 GB) and 2,039 GB/s (80 GB); NVLink 600 GB/s; PCIe 4"
+)
+_H100_SHEET = (
+    "NVIDIA H100 data sheet, SXM5: BF16 989 TFLOP/s (1,979 sparse, which is the figure printed), FP32 67,"
+    " FP64 tensor core 67; 3.35 TB/s; NVLink 900 GB/s; PCIe 5"
+)
+_H200_SHEET = "NVIDIA H200 data sheet, SXM5: processor as H100; 141 GB, 4.8 TB/s; NVLink 900 GB/s; PCIe 5"
+_B200_SHEET = (
+    "NVIDIA HGX B200 data sheet, per GPU: BF16 2,250 TFLOP/s (4,500 sparse), FP32 75, FP64 37 (the Blackwell brief of"
+    " 2024 says 80 and 40); 7,680 bits at 3,996 MHz, so 7.67 TB/s (pytorch/ao#4002), printed as 8; NVLink 1,800 GB/s"
+)
 
 MACHINES: dict[str, Machine] = {
     m.name: m
     for m in (
-        _nvidia("a100-40gb", 40960, _A100, 1.555e12, 600e9, 200e9, 20e9, _SHEET.format("A100 (SXM4 40 GB)")),
-        _nvidia("a100-80gb", 81920, _A100, 2.039e12, 600e9, 200e9, 20e9, _SHEET.format("A100 (SXM4 80 GB)")),
-        _nvidia("h100-80gb", 81559, _H100, 3.35e12, 900e9, 400e9, 40e9, _SHEET.format("H100 (SXM5)")),
-        _nvidia("h200-141gb", 143771, _H100, 4.8e12, 900e9, 400e9, 40e9, _SHEET.format("H200 (SXM5)")),
-        _nvidia(
-            "b200-180gb", 183359, {"bf16": 2250e12, "fp32": 75e12, "fp64": 37e12}, 7.7e12, 1800e9, 400e9, 40e9,
-            _SHEET.format("DGX B200 (per GPU)"),
-        ),
+        _nvidia("a100-40gb", 40960, _A100, 1.555e12, 600e9, 200e9, 20e9, _A100_SHEET),
+        _nvidia("a100-80gb", 81920, _A100, 2.039e12, 600e9, 200e9, 20e9, _A100_SHEET),
+        _nvidia("h100-80gb", 81559, _H100, 3.35e12, 900e9, 400e9, 40e9, _H100_SHEET),
+        _nvidia("h200-141gb", 143771, _H100, 4.8e12, 900e9, 400e9, 40e9, _H200_SHEET),
+        _nvidia("b200-180gb", 183359, _B200, 7.67e12, 1800e9, 400e9, 40e9, _B200_SHEET),
         Machine(
             "cpu", 16 * GIB, {"bf16": 2e9, "fp32": 5e10, "fp64": 2.5e10}, 1e10, 2e9, 1e9, 1e10, 1,
-            per_node=1, gemm_fraction=0.8, latency_s=5e-5,
-            sources={"all": "one core of an AVX2 server, order of magnitude"},
+            per_node=1, gemm_fraction=0.8, latency_s=5e-5, op_seconds=4e-6,
+            sources={"all": "one core of an AVX2 server, order of magnitude; megackpt calibrate measures yours"},
         ),
     )
 }  # fmt: skip

@@ -18,7 +18,7 @@ from megackpt.plan.predict import Prediction, StageWalk, predict, short_lists
 from megackpt.plan.profile import Profile, StepCost, profile
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.seconds import StepClock
-from megackpt.plan.simulate import Cost, Order, Timeline
+from megackpt.plan.simulate import Cost, Order, Speed, Timeline
 from megackpt.plan.slots import slots_of
 from megackpt.plan.step_end import slowest, step_end
 from megackpt.plan.steps import BLOCK_NAMES
@@ -39,6 +39,14 @@ class Evaluator:
     @cached_property
     def order(self) -> Order:
         return Order(self.lists)
+
+    @cached_property
+    def speed(self) -> Speed | None:
+        """Of a stage while several compute, where all ranks share one host's cores."""
+        if not self.machine.shared_rates:
+            return None
+        ranks = self.layout.t * self.layout.c * self.layout.d  # of a stage, which compute together
+        return lambda stages: self.machine.speed(stages * ranks)
 
     def __call__(self, plan: Plan, layout: Layout | None = None) -> Evaluation:
         """``layout``: the same with its layers divided otherwise."""
@@ -63,11 +71,11 @@ class Evaluator:
             plan=plan,
             prediction=prediction,
             simulated=partial(self._timeline, layout, plan, prediction, work, transfer),
-            pipeline_seconds=self.order.step_seconds(full, transfer, self._ahead(work)),
+            pipeline_seconds=self.order.step_seconds(full, transfer, self._ahead(work), self.speed),
             stages=stages,
             replay_of=lambda stage, action: self._of(work, stage, action).replay if action.kind == "B" else 0.0,
             slot_of=lambda stage, action: self.slots[stage][action.micro_batch, action.chunk],
-            bare_seconds=self.order.step_seconds(bare, transfer),
+            bare_seconds=self.order.step_seconds(bare, transfer, speed=self.speed),
             end=slowest(
                 [
                     step_end(layout, self.machine, row, stage.forward, stage.backward)
@@ -216,7 +224,7 @@ class Evaluator:
             return Cost(_seconds(own, action), after - before, peak - before, _early(own, action))
 
         held = [sum(row.terms.get(name, 0) for name in FIXED) for row in prediction.stages]
-        return self.order.run(cost, transfer, held, self.made.boundary_bytes)
+        return self.order.run(cost, transfer, held, self.made.boundary_bytes, self.speed)
 
 
 def _but_the_last_product(names: Sequence[str]) -> tuple[str, ...]:

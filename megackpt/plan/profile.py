@@ -13,6 +13,7 @@ from typing import Any
 from megackpt.plan import costs
 from megackpt.plan.demand import present_steps
 from megackpt.plan.numbers import Layout, ModelNumbers, Widths
+from megackpt.plan.operations import operations
 from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK, Step
 
 KINDS = ("embedding", "block", "head")
@@ -41,6 +42,8 @@ class StepCost:
     flops: int = 0
     backward_flops: int = 0
     bytes_moved: int = 0
+    operations: int = 0  # that the host dispatches, see operations.py
+    backward_operations: int = 0
     collective: str | None = None  # over tp: all_gather, reduce_scatter, all_reduce
     backward_collective: str | None = None
     collective_bytes: int = 0  # of the whole tensor, on any rank
@@ -144,6 +147,8 @@ def profile(model: ModelNumbers, layout: Layout) -> Profile:
     made = {}
     for kind, table in tables.items():
         rows = costs.of(kind, model, layout, widths)
+        for name, row in rows.items():
+            row["operations"], row["backward_operations"] = operations(name, model, layout)
         made[kind] = LayerProfile(kind, _layer(present_steps(table, absent), rows), inputs[kind])
     return Profile(**made)
 

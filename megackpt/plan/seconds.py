@@ -27,13 +27,13 @@ class StepClock:
     def forward(self, step: StepCost) -> float:
         if step.seconds is not None:
             return step.seconds
-        return self._together(step, step.flops, step.collective)
+        return self._together(step, step.flops, step.operations, step.collective)
 
     def backward(self, step: StepCost) -> float:
         """Without what is replayed for it."""
         if step.backward_seconds is not None:
             return step.backward_seconds
-        return self._together(step, step.backward_flops, step.backward_collective)
+        return self._together(step, step.backward_flops, step.backward_operations, step.backward_collective)
 
     def layer_forward(self, layer: LayerProfile) -> float:
         return sum(self.forward(step) for step in layer.steps)
@@ -45,23 +45,25 @@ class StepClock:
 
     def layer_weights(self, layer: LayerProfile) -> float:
         """The part of the backward that can be put off: one product per weight gradient that can wait."""
-        return sum(self._work(step, step.flops) for step in layer.steps if step.name in DEFERRED)
+        return sum(self._work(step, step.flops, 2) for step in layer.steps if step.name in DEFERRED)
 
     def send(self, size: int) -> float:
         """A message of ``size`` bytes between stages on different nodes."""
         return self.machine.latency_s + size / self.machine.node_bytes_per_s
 
-    def _together(self, step: StepCost, flops: int, collective: str | None) -> float:
+    def _together(self, step: StepCost, flops: int, operations: int, collective: str | None) -> float:
         """Work and exchange; where a step only moves data, the exchange is that move."""
-        work, exchange = self._work(step, flops), self._exchange(collective, step.collective_bytes)
+        work, exchange = self._work(step, flops, operations), self._exchange(collective, step.collective_bytes)
         alone = step.name.endswith((".gather", ".reduce"))
         return max(work, exchange) if alone else work + exchange
 
-    def _work(self, step: StepCost, flops: int) -> float:
+    def _work(self, step: StepCost, flops: int, operations: int) -> float:
+        """The device's work, and the host's where it is not hidden behind it."""
         rate = self.machine.flops_per_s(self.act_bytes) * (
             self.machine.core_fraction if step.name == "attn.core" else 1
         )
-        return max(flops / rate, step.bytes_moved / (self.machine.hbm_bytes_per_s * self.machine.hbm_fraction))
+        moved = step.bytes_moved / (self.machine.hbm_bytes_per_s * self.machine.hbm_fraction)
+        return max(flops / rate, moved) + operations * self.machine.op_seconds
 
     def _exchange(self, collective: str | None, size: int) -> float:
         if collective is None or self.t == 1:

@@ -14,6 +14,7 @@ schedule pays only for the clock.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,9 @@ class Cost:
 
 Costs = Callable[[int, Action], Cost]
 """(stage, action) -> its cost."""
+
+Speed = Callable[[int], float]
+"""Of each stage while so many compute, relative to one alone."""
 
 
 @dataclass(frozen=True)
@@ -188,10 +192,16 @@ class Order:
         return [seconds(stage, action) for stage, actions in enumerate(self.lists) for action in actions]
 
     def clock(
-        self, durations: Sequence[float], transfer_seconds: float = 0.0, ahead: Sequence[float] | None = None
+        self,
+        durations: Sequence[float],
+        transfer_seconds: float = 0.0,
+        ahead: Sequence[float] | None = None,
+        speed: Speed | None = None,
     ) -> list[float]:
         """When every action ends, by its place in the concatenated lists.  ``ahead``: the part of each duration that
-        needs no message."""
+        needs no message; ``speed``: see `shared`."""
+        if speed is not None:
+            return self.shared(durations, transfer_seconds, speed, ahead)[1]
         ends = [0.0] * len(self)
         before = frozenset(self._first[:-1])  # the first action of a stage has none before it
         if self.stages == 1:
@@ -204,11 +214,57 @@ class Order:
             ends[place] = start + durations[place]
         return ends
 
+    def shared(
+        self,
+        durations: Sequence[float],
+        transfer_seconds: float,
+        speed: Speed,
+        ahead: Sequence[float] | None = None,
+    ) -> tuple[list[float], list[float]]:
+        """When every action starts and ends where stages share processors: ``durations`` are those of a stage that
+        runs alone, ``speed(k)`` what is left of that while k stages compute."""
+        starts, ends = [math.nan] * len(self), [math.inf] * (len(self) + 1)
+        position, left = list(self._first[:-1]), [0.0] * self.stages
+        busy: dict[int, bool] = {}  # by stage: whether it does the whole of its action, or only what may go ahead
+        arrives: dict[int, float] = {}  # by stage: when the message of its next action is there
+        delay, now = transfer_seconds if self.stages > 1 else 0.0, 0.0
+        while True:
+            for stage in range(self.stages):
+                place = position[stage]
+                if stage in busy or place == self._first[stage + 1]:
+                    continue
+                needed, early = self._needs[place], 0.0 if ahead is None else ahead[place]
+                arrives[stage] = ends[needed] + delay if needed >= 0 else now
+                begun = not math.isnan(starts[place])
+                if arrives[stage] <= now:
+                    busy[stage], left[stage] = True, durations[place] - (early if begun else 0.0)
+                elif early and not begun:
+                    busy[stage], left[stage] = False, early
+                if stage in busy and not begun:
+                    starts[place] = now
+            if not busy and all(t == math.inf for t in arrives.values()):
+                return starts, ends[:-1]
+            pace = speed(len(busy)) if busy else 1.0
+            events = [now + left[stage] / pace for stage in busy]
+            events += [t for stage, t in arrives.items() if stage not in busy and now < t < math.inf]
+            then = min(events)
+            for stage in sorted(busy):
+                left[stage] -= (then - now) * pace
+                if left[stage] <= 1e-12 * max(1.0, durations[position[stage]]) and busy.pop(stage):
+                    ends[position[stage]] = then
+                    position[stage] += 1
+                    arrives[stage] = math.inf
+            now = then
+
     def step_seconds(
-        self, durations: Sequence[float], transfer_seconds: float = 0.0, ahead: Sequence[float] | None = None
+        self,
+        durations: Sequence[float],
+        transfer_seconds: float = 0.0,
+        ahead: Sequence[float] | None = None,
+        speed: Speed | None = None,
     ) -> float:
         """When the last action ends."""
-        return max(self.clock(durations, transfer_seconds, ahead))
+        return max(self.clock(durations, transfer_seconds, ahead, speed))
 
     def run(
         self,
@@ -216,11 +272,17 @@ class Order:
         transfer_seconds: float = 0.0,
         held_bytes: Sequence[int] | None = None,
         received_bytes: int = 0,
+        speed: Speed | None = None,
     ) -> Timeline:
         """The timeline under ``costs``; ``held_bytes`` is what each stage holds before the step."""
         table = [[costs(stage, action) for action in actions] for stage, actions in enumerate(self.lists)]
         durations = [cost.seconds for row in table for cost in row]
-        ends = self.clock(durations, transfer_seconds, [cost.ahead_seconds for row in table for cost in row])
+        ahead = [cost.ahead_seconds for row in table for cost in row]
+        if speed is None:
+            ends = self.clock(durations, transfer_seconds, ahead)
+            begins = [end - seconds for end, seconds in zip(ends, durations, strict=True)]
+        else:
+            begins, ends = self.shared(durations, transfer_seconds, speed, ahead)
         stages = []
         for stage, (actions, row) in enumerate(zip(self.lists, table, strict=True)):
             own = ends[self._first[stage] : self._first[stage + 1]]
@@ -230,7 +292,7 @@ class Order:
                 peaks.append(level + max(0, cost.extra_bytes, cost.kept_bytes))
                 level += cost.kept_bytes
                 levels.append(level)
-            starts = tuple(end - cost.seconds for end, cost in zip(own, row, strict=True))
+            starts = tuple(begins[self._first[stage] : self._first[stage + 1]])
             stages.append(StageTimeline(actions, starts, tuple(own), tuple(peaks), tuple(levels), before))
         return Timeline(tuple(stages), self.chunks, received_bytes)
 

@@ -181,5 +181,10 @@ def test_machines_have_sources_and_go_through_json(tmp_path):
         assert machine_named(machine.name) is machine
     assert MACHINES["a100-80gb"].peak_flops["bf16"] == 312e12  # dense: MX-03
     assert MACHINES["h100-80gb"].peak_flops["bf16"] == 989e12
+    for name, machine in MACHINES.items():
+        bf16, fp32 = machine.peak_flops["bf16"], machine.peak_flops["fp32"]
+        sheet = machine.sources.get("peak_flops", "")
+        figures = (f"BF16 {bf16 / 1e12:,.0f}", f"FP32 {fp32 / 1e12:g}")
+        assert name == "cpu" or "as H100" in sheet or all(figure in sheet for figure in figures)
     with pytest.raises(ValueError, match="neither one of"):
         machine_named("a1000")
