@@ -23,11 +23,12 @@ from megackpt.config.checkpoint_folder import MANIFEST, RUN_FILE
 from megackpt.config.persist import FORMATS
 from megackpt.persist.agree import CheckpointError
 from megackpt.persist.state import group_of
-from megackpt.persist.tensor_file import BLOCK, DTYPES, FileDigest
+from megackpt.persist.tensor_file import DTYPES, FileDigest
 from megackpt.persist.tensor_reader import are_sizes, elements, open_regular, read_header
 
 FORMAT_VERSION = 2
 _LARGEST = 256 << 20  # bytes; a million and a half parts
+_CHECKED = 1 << 20  # bytes that are read and summed at a time
 _FILE_NAME = re.compile(r"(?:\w[\w.-]{0,99}/)?\w[\w.-]{0,99}", re.ASCII)
 _CRC = re.compile(r"[0-9a-f]{8}")
 
@@ -161,7 +162,7 @@ def read_whole(path: Path, limit: int) -> bytes:
 
 def _blocks_of(path: Path) -> Iterator[memoryview]:
     with os.fdopen(open_regular(path), "rb", buffering=0) as file:
-        buffer = memoryview(bytearray(min(BLOCK, max(1, os.fstat(file.fileno()).st_size))))
+        buffer = memoryview(bytearray(min(_CHECKED, max(1, os.fstat(file.fileno()).st_size))))
         while count := file.readinto(buffer):
             yield buffer[:count]
 
