@@ -27,6 +27,7 @@ from megackpt.persist.fit import Fit, check_fit
 from megackpt.persist.manifest import Manifest, read_whole
 from megackpt.persist.planner import Reading, plan_reading
 from megackpt.persist.state import GROUPS, RunState, group_of, layout_of, pieces_of
+from megackpt.persist.tensor_reader import Staging
 from megackpt.persist.torch_file import open_file
 
 _LARGEST_RUN_FILE = 64 << 20  # bytes
@@ -105,9 +106,10 @@ def _fill(found: _Found, readings: Sequence[Reading]) -> None:
     by_file: dict[str, list[Reading]] = defaultdict(list)
     for reading in readings:
         by_file[reading.file].append(reading)
+    staging = Staging()
     for name, wanted in by_file.items():
         try:
-            with closing(open_file(found.manifest.format, found.directory / name)) as file:
+            with closing(open_file(found.manifest.format, found.directory / name, staging)) as file:
                 for reading in wanted:
                     file.read(reading.entry, reading.offsets, reading.target)
         except ValueError as error:

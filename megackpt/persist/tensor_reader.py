@@ -36,14 +36,27 @@ class Entry:
     end: int
 
 
+class Staging:
+    """Room for a block on its way, made once: memory that is freed is not always given back."""
+
+    def __init__(self) -> None:
+        self._bytes: Tensor | None = None
+
+    def room(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of at most a block, valid until the next call."""
+        if self._bytes is None:
+            self._bytes = torch.empty(BLOCK, dtype=torch.uint8)
+        return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
+
+
 class TensorReader:
     """A safetensors file, open. `entries`: what its header names."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, staging: Staging | None = None) -> None:
         """Raises OSError if the file cannot be opened, ValueError saying what is wrong with its header."""
         self.name = path.name
         self._file = open_regular(path)
-        self._block: Tensor | None = None
+        self._staging = staging or Staging()
         try:
             self.entries = read_header(self._file)
         except BaseException:
@@ -91,7 +104,7 @@ class TensorReader:
         self, dtype: torch.dtype, begin: int, shape: tuple[int, ...], offsets: tuple[int, ...], target: Tensor
     ) -> None:
         direct = target.is_contiguous() and target.dtype == dtype and target.device.type == "cpu"
-        block = target if direct else self._staged(dtype, tuple(target.shape))
+        block = target if direct else self._staging.room(dtype, tuple(target.shape))
         view, at = block.detach().view(-1).view(torch.uint8).numpy().data, 0
         for start, length in runs(shape, offsets, tuple(target.shape)):
             length *= dtype.itemsize
@@ -99,12 +112,6 @@ class TensorReader:
             at += length
         if not direct:
             target.copy_(block)
-
-    def _staged(self, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """Room for at most a block: one for all, since memory that is freed is not always given back."""
-        if self._block is None:
-            self._block = torch.empty(BLOCK, dtype=torch.uint8)
-        return self._block[: prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
     def _read_into(self, view: memoryview, position: int) -> None:
         while view:

@@ -22,7 +22,7 @@ from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.persist.agree import Ranks
 from megackpt.persist.state import Piece, group_of
 from megackpt.persist.tensor_file import FileDigest, Part, SummedFile
-from megackpt.persist.tensor_reader import TensorReader, open_regular
+from megackpt.persist.tensor_reader import Staging, TensorReader, open_regular
 
 _NAME = "model_optim_rng.pt"
 VERSION = 3.0  # what Megatron calls its own layout of these dictionaries
@@ -81,9 +81,9 @@ def _place(key: str) -> list[str]:
     return ["rng_state" if group == "rng" else group, kind, name]
 
 
-def open_file(form: str, path: Path) -> TensorReader | DocumentReader:
+def open_file(form: str, path: Path, staging: Staging | None = None) -> TensorReader | DocumentReader:
     """A file of a checkpoint in the format `form`, open for reading. OSError or ValueError if it is no such file."""
-    return DocumentReader(path) if form == "torch" else TensorReader(path)
+    return DocumentReader(path) if form == "torch" else TensorReader(path, staging)
 
 
 class DocumentReader:
