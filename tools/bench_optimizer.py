@@ -96,10 +96,10 @@ def ours(model: nn.Sequential, batches: list[Tensor], mesh: ProcessMesh) -> Step
         reduction.start(n)
         total = 0.0
         for x in batches:
-            loss = loss_of(model, x, n)
+            loss = loss_of(model, x, n * mesh.dp.size)  # as in the trainer: the seed divides, not a pass over the sum
             loss.backward()
-            total += loss.item()
-        reduction.finish(1 / mesh.dp.size)
+            total += loss.item() * mesh.dp.size
+        reduction.finish()
         clip_(buffer, gradient_statistics(buffer, mesh).norm, CLIP)
         optimizer.step(RATE)
         return total

@@ -200,9 +200,13 @@ REPLAY: list[Flags] = [
     {"recompute-granularity": "selective"},
 ]
 CHUNKS: Flags = {"num-layers": 5, "num-virtual-stages-per-pipeline-rank": 2}
+ZERO_BUBBLE: Flags = {"num-layers": 5, "pipeline-schedule": "zb-h1"}
 
 
-@pytest.mark.parametrize("schedule", [{"num-layers": 5}, CHUNKS], ids=["1f1b", "interleaved"])
+SCHEDULES: dict[str, Flags] = {"1f1b": {"num-layers": 5}, "interleaved": CHUNKS, "zero-bubble": ZERO_BUBBLE}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
 @pytest.mark.parametrize("overlap", [False, True], ids=["", "overlap"])
 def test_one_collective_per_bucket_and_step(overlap: bool, schedule: Flags) -> None:  # LS-12
     """Whatever accumulation, schedule and plan: one all-reduce, or one reduce-scatter and one all-gather."""
@@ -264,12 +268,20 @@ def _order(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[li
     return log, buffer.layout.first_partial
 
 
-@pytest.mark.parametrize("layout", [Layout(dp=2), Layout(pp=2, dp=2)], ids=str)
-@pytest.mark.parametrize("mode", [SHARDED, {}], ids=["sharded", "plain"])
-def test_a_bucket_is_reduced_right_after_its_last_gradient(mode: Flags, layout: Layout) -> None:
+@pytest.mark.parametrize(
+    ("mode", "layout", "schedule"),
+    [
+        (SHARDED, Layout(dp=2), {}),
+        ({}, Layout(pp=2, dp=2), {}),
+        (SHARDED, Layout(pp=2, dp=2), CHUNKS),
+        (SHARDED, Layout(pp=2, dp=2), ZERO_BUBBLE),
+    ],
+    ids=["sharded", "plain-1f1b", "sharded-interleaved", "sharded-zero-bubble"],
+)
+def test_a_bucket_is_reduced_right_after_its_last_gradient(mode: Flags, layout: Layout, schedule: Flags) -> None:
     """Of the last micro-batch: the reduction of a bucket stands right behind the last gradient of it and of all buckets
     before it, and only the partial gradients' bucket waits for the end."""
-    flags = SMALL_GPT | of_micro_batches(3, 2) | {"overlap-grad-reduce": True} | TINY | mode
+    flags = SMALL_GPT | of_micro_batches(3, 2) | {"overlap-grad-reduce": True} | TINY | mode | schedule
     kind = "reduce_scatter_tensor" if mode else "all_reduce"
     for log, first_partial in run_distributed(_order, layout.world_size, flags, layout):
         places = [place for place, what in enumerate(log) if what == kind]
