@@ -5,6 +5,7 @@ Elsewhere device and backend are values and there is one code path.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import AbstractContextManager, nullcontext
@@ -98,6 +99,7 @@ class DeviceSeam:
                 raise UsageError(
                     "--distributed-backend nccl needs CUDA devices; choose gloo with --device cpu"
                 )
+            keep_freed_memory()
             return DeviceSeam("cpu", torch.device("cpu"), backend)
         count = torch.cuda.device_count()
         if local_rank >= count:
@@ -177,3 +179,21 @@ class DeviceSeam:
     def on_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         """Queue what is called inside on `stream` (None: as it comes)."""
         return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_LARGEST = 2**31 - 1
+_LARGEST_OF_OLD = 32 << 20  # older versions refuse more
+
+
+def keep_freed_memory() -> bool:
+    """Let glibc keep what is freed, as GPU allocators do: a step frees and allocates the same large tensors again, and
+    giving their pages back to the system costs page faults, about 6 % of a CPU step. False where there is no glibc.
+    """
+    try:
+        mallopt = ctypes.CDLL("libc.so.6").mallopt
+    except (OSError, AttributeError):
+        return False
+    # The second first: setting any of them stops glibc from raising this one, from 128 KiB, by itself.
+    large = mallopt(_MMAP_THRESHOLD, _LARGEST) or mallopt(_MMAP_THRESHOLD, _LARGEST_OF_OLD)
+    return bool(large and mallopt(_TRIM_THRESHOLD, _LARGEST))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 
@@ -10,6 +12,7 @@ import torch
 
 from megackpt.config.errors import UsageError
 from megackpt.mesh.device import DeviceSeam
+from tests.pool import ROOT
 
 
 def test_cpu_seam() -> None:
@@ -94,3 +97,34 @@ def test_deterministic_cuda_sets_what_must_be_set_and_refuses_the_rest(torch_as_
         seam.make_deterministic({"NCCL_ALGO": "NVLS"})
     with pytest.raises(UsageError, match="CUBLAS_WORKSPACE_CONFIG=:0:0 .* choose :4096:8 or :16:8"):
         seam.make_deterministic({"CUBLAS_WORKSPACE_CONFIG": ":0:0"})
+
+
+FAULTS = """
+import resource, sys, torch
+from megackpt.mesh.device import keep_freed_memory
+kept = keep_freed_memory() if sys.argv[1] == "keep" else True
+def faults():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+def round_():
+    large = [torch.ones(size << 18) for size in (3, 20, 50)]  # MiB
+    return large
+for _ in range(12):
+    round_()  # the heap finds its size
+before = faults()
+for _ in range(5):
+    round_()
+print(kept, faults() - before)
+"""
+
+
+def test_freed_memory_is_used_again_with_fewer_page_faults() -> None:
+    found = {}
+    for how in ("keep", "leave"):
+        command = [sys.executable, "-c", FAULTS, how]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=True)
+        kept, faults = done.stdout.split()
+        found[how] = int(faults)
+        if kept == "False":
+            pytest.skip("the C library is not glibc")
+    # 50 of the 73 MiB, 12,800 pages, five times over; the smaller ones glibc learns to keep by itself.
+    assert found["keep"] < 6_000 and found["leave"] > 60_000, found
