@@ -128,13 +128,25 @@ def _sample_starts(own: Int32 | Int64, order: Int64, seq_length: int, count: int
         own.take(part, out=sizes[: len(part)], mode="clip").cumsum(out=edges[1 : len(part) + 1])
         after = before + int(edges[len(part)])
         stop = min(count + 1, -(-after // seq_length))
-        token = np.arange(filled, stop, dtype=np.int64) * seq_length - before
-        # The first document that ends behind the token holds it; empty documents never do.
-        position = edges[1 : len(part) + 1].searchsorted(token, side="right")
+        position = _holders(edges[1 : len(part) + 1], before, seq_length, filled, stop)
+        token = np.arange(filled * seq_length - before, stop * seq_length - before, seq_length, dtype=np.int64)
         np.add(position, first, out=starts[filled:stop, 0])
-        np.subtract(token, edges[position], out=starts[filled:stop, 1])
+        np.subtract(token, edges.take(position, mode="clip"), out=starts[filled:stop, 1])
         filled, before = stop, after
         if filled > count:
             break
     assert filled == count + 1
     return starts, int(starts[count, 0]) + 1
+
+
+def _holders(ends: Int64, before: int, seq_length: int, first: int, stop: int) -> Int64:
+    """Which document of a chunk holds the first token of each of the samples `first` ... `stop` - 1.
+
+    `ends` are the tokens of the chunk up to the end of each document, `before` those before the chunk. The first
+    document that ends behind a token holds it; empty documents never do.
+    """
+    if 4 * (stop - first) < len(ends):  # few: look each up
+        token = np.arange(first * seq_length - before, stop * seq_length - before, seq_length, dtype=np.int64)
+        return ends.searchsorted(token, side="right")
+    reached = np.minimum((ends + (before + seq_length - 1)) // seq_length, stop)  # samples begun by a document's end
+    return np.arange(len(ends)).repeat(np.diff(reached, prepend=first))
