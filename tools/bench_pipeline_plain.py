@@ -9,6 +9,7 @@ b samples, s sequence, h hidden, V vocabulary, t tensor-parallel size.
 
 from __future__ import annotations
 
+import itertools
 from contextlib import nullcontext
 from typing import Any
 
@@ -93,7 +94,8 @@ class PlainPipeline:
         self.module.take_weights(chunk, model)
         self.device_mesh: DeviceMesh | None = None
         if self.t > 1:
-            self.device_mesh = DeviceMesh("cpu", list(mesh.tp.ranks))
+            assert mesh.tp.group is not None
+            self.device_mesh = DeviceMesh.from_group(mesh.tp.group, "cpu")
             self._spread(self.device_mesh)
         hidden = torch.zeros(micro_batch, length, model.hidden, requires_grad=True)
         tokens = torch.zeros(micro_batch, model.seq, dtype=torch.int64)
@@ -105,9 +107,10 @@ class PlainPipeline:
         )  # fmt: skip
         self.schedule = Schedule1F1B(stage, count, loss_fn=self._loss)
         self.parameters = list(self.module.parameters())
-        matrices = [p for p in self.parameters if p.dim() >= 2]
-        vectors = [p for p in self.parameters if p.dim() < 2]
-        groups = [{"params": matrices, "weight_decay": 0.01}, {"params": vectors, "weight_decay": 0.0}]
+        groups = []
+        for spread_out, decays in itertools.product((False, True), repeat=2):  # one kernel takes one kind of tensor
+            kind = [p for p in self.parameters if (isinstance(p, DTensor), p.dim() >= 2) == (spread_out, decays)]
+            groups += [{"params": kind, "weight_decay": 0.01 * decays}] if kind else []
         self.optimizer = torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.999), eps=1e-8, fused=True)
 
     def _spread(self, mesh: DeviceMesh) -> None:
