@@ -2,7 +2,7 @@
 
     dying.py RANK HOW PLACE -- flags
 
-HOW is kill, freeze or sleep; PLACE is what `Progress.enter` is told in the second iteration (`F2.0 compute`), or
+HOW is kill, freeze, sleep or raise; PLACE is what `Progress.enter` is told in the second iteration (`F2.0 compute`), or
 `update`: between the reduction of its gradients and the update.
 """
 
@@ -23,6 +23,8 @@ def end(how: str) -> None:
     print(f"dying: {how} at {time.time():.3f}", flush=True)
     if how == "sleep":
         time.sleep(600)
+    if how == "raise":
+        raise ValueError("planted")
     os.kill(os.getpid(), {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}[how])
 
 

@@ -1,5 +1,5 @@
 """Ranks that die, stand still or lose their launcher, through the real launcher: the job ends in time, and its output
-says who, where, and what every rank was doing."""
+says who, where, and what every rank was doing (OP-03, OP-04)."""
 
 from __future__ import annotations
 
@@ -69,6 +69,15 @@ def test_a_killed_rank_ends_the_job_with_its_name(
     assert [rank for rank, row in rows.items() if row.startswith("no sign of life")] == [victim], text
     assert waits is None or f"{waits} failed after" in text
     assert "iteration 2" in text or "iteration 3" in text
+
+
+@pytest.mark.full
+def test_an_exception_in_one_rank_ends_the_job() -> None:  # OP-03
+    job = start(2, 1, "raise", "B2.0 compute", STAGES)
+    text, seconds = outcome(job)
+    assert job.returncode == 1 and seconds < 30
+    assert "megackpt: error: rank 1 (stage 1 of 2): compute for B2.0 failed after" in text
+    assert "ValueError: planted; last completed:" in text and set(table(text)) == {0, 1}
 
 
 @pytest.mark.full

@@ -181,7 +181,8 @@ MASKED = [  # micro-batch size, layout
 @pytest.mark.parametrize(("size", "layout"), MASKED, ids=[f"mbs{size}-{layout}" for size, layout in MASKED])
 @pytest.mark.parametrize("counts", [(11, 101), (104, 0), (0, 7)], ids=str)
 def test_every_token_weighs_the_same(counts: tuple[int, ...], size: int, layout: Layout, tmp_path: Path) -> None:
-    """LS-07: samples of 11 and 101 tokens.  LS-09: a sample, and with micro-batches of one a micro-batch, of none."""
+    """LS-07, and TP-08 under sequence parallelism: samples of 11 and 101 tokens.
+    LS-09: a sample, and with micro-batches of one a micro-batch, of none."""
     flags = LONG | {"micro-batch-size": size}
     run_distributed(_plain_model, 1, LONG | {"micro-batch-size": 2}, counts, tmp_path / "plain.pt")
     for found, tokens in run_distributed(
