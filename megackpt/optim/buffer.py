@@ -20,6 +20,7 @@ across the border of two shards, two ranks have a `Part` each.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,11 +132,17 @@ class GradientBuffer(GradientSink):
         return Entry(parameter, record, view, bucket)
 
     def _adds_into(self, main: Tensor, number: int) -> Callable[[Tensor], None]:
+        # The hook lives in the parameter, out of the garbage collector's sight: it must not hold the buffer, which
+        # holds the parameter and, by way of the axes, whole process groups.
+        itself = weakref.ref(self)
+
         def add(parameter: Tensor) -> None:
             if parameter.grad is not None:
                 main.add_(parameter.grad)
                 parameter.grad = None
-                self._arrived(number)
+                buffer = itself()
+                if buffer is not None:
+                    buffer._arrived(number)
 
         return add
 
