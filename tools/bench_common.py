@@ -6,12 +6,15 @@ A B, B A, A B, ..., and by the median of the ratios within each pair: what slows
 
 from __future__ import annotations
 
+import datetime
 import gc
 import json
 import os
 import platform
 import statistics
+import tempfile
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
 from torch import Tensor
 
 from megackpt.observe.memory_tracker import MemoryTracker
@@ -86,6 +91,32 @@ def alive_after(forward: Callable[[], object]) -> int:
     alive = tracker.live_bytes
     del held
     return alive
+
+
+# -- processes -------------------------------------------------------------------------------------------------------
+
+
+def on_ranks(processes: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """``work(*arguments)`` in so many processes of one thread, whose default group is gloo's; what they returned, by
+    rank, after a way through JSON.  ``work`` and its arguments must be picklable."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_process, args=(folder, processes, work, arguments), nprocs=processes)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(processes)]
+
+
+def _process(rank: int, folder: str, processes: int, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore")
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.FileStore(f"{folder}/store", processes)
+    limit = datetime.timedelta(seconds=120)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=limit)
+    try:
+        Path(folder, f"{rank}.json").write_text(json.dumps(work(*arguments)))
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------

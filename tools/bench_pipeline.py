@@ -14,14 +14,9 @@ three minutes for two processes.
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
-import os
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -30,7 +25,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,7 +42,7 @@ from megackpt.tensor.context import REPLICATED, TENSOR, TensorParallel  # noqa: 
 from megackpt.train.build import build  # noqa: E402
 from megackpt.train.loop import loader  # noqa: E402
 from megackpt.train.step import Stepper  # noqa: E402
-from tools.bench_common import Runs, in_turns, machine, median_ratio, table, write_json  # noqa: E402
+from tools.bench_common import Runs, in_turns, machine, median_ratio, on_ranks, table, write_json  # noqa: E402
 from tools.bench_pipeline_plain import PlainPipeline  # noqa: E402
 from tools.bench_plain import Model  # noqa: E402
 from tools.bench_recompute_tp import LocalTracker  # noqa: E402
@@ -207,29 +201,14 @@ def _peak(work: Callable[[], object]) -> int:
     return tracker.peak_bytes
 
 
-def _process(rank: int, folder: str, job: Job) -> None:
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore")
-    if Path("/sys/class/net/lo").exists():
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    store = dist.FileStore(f"{folder}/store", job.processes)
-    limit = datetime.timedelta(seconds=120)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.processes, timeout=limit)
-    try:
-        found = {
-            policy: {side: asdict(got) for side, got in sides.items()} for policy, sides in on_rank(job).items()
-        }
-        Path(folder, f"{rank}.json").write_text(json.dumps(found))
-        dist.barrier()
-    finally:
-        dist.destroy_process_group()
+def found_on_rank(job: Job) -> dict[str, dict[str, dict[str, Any]]]:
+    """What `on_rank` measured, as JSON has it."""
+    return {policy: {side: asdict(got) for side, got in sides.items()} for policy, sides in on_rank(job).items()}
 
 
 def measure(job: Job) -> list[dict[str, dict[str, Any]]]:
     """Start the processes; what every rank found."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_process, args=(folder, job), nprocs=job.processes)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(job.processes)]
+    return on_ranks(job.processes, found_on_rank, job)
 
 
 def report(job: Job, found: Sequence[dict[str, dict[str, Any]]]) -> str:

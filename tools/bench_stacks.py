@@ -138,11 +138,17 @@ def _fused_backward(_: object, q: Sequence[int], k: Sequence[int], v: Sequence[i
     return 2 * b * a * s * k[2] * (3 * d + 2 * v[3])
 
 
+def _add_product(_: object, a: Sequence[int], b: Sequence[int], **__: object) -> int:
+    return 2 * a[0] * a[1] * b[1]
+
+
 CPU_KERNELS = {
+    torch.ops.aten.addmm_: _add_product,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _fused,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _fused_backward,
 }
-"""Fused attention on a CPU, which torch's counter does not know.  Counted without the causal half, as its others."""
+"""What torch's counter does not know: a product added in place, and fused attention on a CPU, which counts without the
+causal half, as its others do."""
 
 
 def flops_of(work: Callable[[], object]) -> int:

@@ -35,11 +35,11 @@ class Shown:
 
     def waiting(self, stage: int) -> float:
         """Seconds in which a stage waits for messages, or has nothing to do before its first and after its last."""
-        return self.seconds - sum(e.end_s - e.start_s - e.wait_s for e in self.events[stage])
+        return self.seconds - sum(e.busy_s for e in self.events[stage])
 
     def of_kind(self, stage: int, kind: str) -> float:
         """Seconds of a stage's actions of that kind, without their waits."""
-        return sum(e.end_s - e.start_s - e.wait_s for e in self.events[stage] if e.kind == kind)
+        return sum(e.busy_s for e in self.events[stage] if e.kind == kind)
 
     def of_spans(self, stage: int, kind: str) -> float:
         return sum(span.end_s - span.start_s for span in self.spans[stage] if span.kind == kind)

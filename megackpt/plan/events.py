@@ -40,6 +40,11 @@ class Event:
     def action(self) -> Action:
         return Action(self.kind, self.micro_batch, self.chunk)
 
+    @property
+    def busy_s(self) -> float:
+        """Without the wait."""
+        return self.end_s - self.start_s - self.wait_s
+
     def to_json(self) -> dict[str, int | float | str]:
         """A flat object of numbers and one string; `from_json` reads it back exactly."""
         return asdict(self)
@@ -78,6 +83,10 @@ class StepRecord:
     def seconds(self) -> float:
         """From the start of the first action to the end of the last."""
         return max(e.end_s for e in self.events) - min(e.start_s for e in self.events)
+
+    def idle_seconds(self, rank: int) -> float:
+        """Seconds in which a rank waits for messages, or has nothing to do before its first or after its last."""
+        return self.seconds - sum(e.busy_s for e in self.events if e.rank == rank)
 
 
 @dataclass
