@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,9 +28,11 @@ from megackpt.data.hashing import epoch_permutations, permutation, shuffle_withi
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
+Lengths = NDArray[np.signedinteger[Any]]
 
 _FORMAT = 2  # part of every key: raise it when the order changes
-_CHUNK = 1 << 15  # documents looked at at once: they stay in the processor's cache
+_CHUNK = 1 << 16  # documents, and samples, looked at at once: they stay in the processor's cache
+_LEVELS = 2  # documents are looked at in groups of up to 2**2, where samples are rarer than they
 
 
 @dataclass(frozen=True)
@@ -117,21 +120,29 @@ def _document_order(own: Int32 | Int64, seq_length: int, seed: int, epochs: int)
 
 
 def _sample_starts(own: Int32 | Int64, order: Int64, seq_length: int, count: int) -> tuple[Int64, int]:
-    """Where samples 0 … count start, and how many documents of the order that takes."""
+    """Where samples 0 … count start, and how many documents of the order that takes.
+
+    Chunk by chunk, in 32 bits wherever the tokens of a chunk can be counted with them.
+    """
     starts = np.empty((count + 1, 2), dtype=np.int64)
-    sizes = np.empty(min(_CHUNK, len(order)), dtype=own.dtype)
-    edges = np.zeros(len(sizes) + 1, dtype=np.int64)  # tokens of the chunk before each of its documents
+    levels = min(_LEVELS, (len(order) // (8 * count + 8)).bit_length())
+    whole = -(-min(_CHUNK, len(order)) >> levels) << levels  # documents, so many that pairs come out even
+    sizes = np.zeros(whole, dtype=own.dtype)
+    longest, limit = int(own.max()), 2**31 - seq_length
     filled = before = 0  # samples placed, tokens of the chunks before
     for first in range(0, len(order), _CHUNK):
         part = order[first : first + _CHUNK]
-        # (clip: no copy of `out`; all indices are valid)
-        own.take(part, out=sizes[: len(part)], mode="clip").cumsum(out=edges[1 : len(part) + 1])
-        after = before + int(edges[len(part)])
+        own.take(part, out=sizes[: len(part)], mode="clip")  # (clip: no copy of `out`; all indices are valid)
+        sizes[len(part) :] = 0
+        narrow = longest * len(part) < limit or int(sizes.sum(dtype=np.int64)) < limit
+        tree = _pair_sums(sizes, levels, np.int32 if narrow else np.int64)
+        edges = np.zeros(len(tree[-1]) + 1, dtype=tree[-1].dtype)  # tokens of the chunk before each group
+        tree[-1].cumsum(out=edges[1:])
+        after = before + int(edges[-1])
         stop = min(count + 1, -(-after // seq_length))
-        position = _holders(edges[1 : len(part) + 1], before, seq_length, filled, stop)
-        token = np.arange(filled * seq_length - before, stop * seq_length - before, seq_length, dtype=np.int64)
-        np.add(position, first, out=starts[filled:stop, 0])
-        np.subtract(token, edges.take(position, mode="clip"), out=starts[filled:stop, 1])
+        for low in range(filled, stop, _CHUNK):  # one round, unless documents are longer than samples
+            part_of_starts = starts[low : min(stop, low + _CHUNK)]
+            _place(tree, edges, low * seq_length - before, seq_length, first, part_of_starts)
         filled, before = stop, after
         if filled > count:
             break
@@ -139,14 +150,47 @@ def _sample_starts(own: Int32 | Int64, order: Int64, seq_length: int, count: int
     return starts, int(starts[count, 0]) + 1
 
 
-def _holders(ends: Int64, before: int, seq_length: int, first: int, stop: int) -> Int64:
-    """Which document of a chunk holds the first token of each of the samples `first` ... `stop` - 1.
+def _pair_sums(sizes: Lengths, levels: int, width: type[np.signedinteger[Any]]) -> list[Lengths]:
+    """`sizes`, the sums of its pairs, the sums of their pairs, …: `levels` + 1 arrays, the last one of `width`."""
+    tree = [sizes if levels else sizes.astype(width, copy=False)]
+    for _ in range(levels):
+        tree.append(np.add(tree[-1][::2], tree[-1][1::2], dtype=width))
+    return tree
 
-    `ends` are the tokens of the chunk up to the end of each document, `before` those before the chunk. The first
-    document that ends behind a token holds it; empty documents never do.
+
+def _place(tree: list[Lengths], edges: Lengths, offset: int, seq_length: int, first: int, out: Int64) -> None:
+    """Fill `out`, int64 [samples, 2], with the starts of samples, the first of them `offset` tokens into the chunk.
+
+    `tree` is the chunk's documents and their pair sums, `edges` where the groups of its last level begin, `first`
+    the number of documents before the chunk. A sample is found in its group, then in the halves of the group: most
+    documents are only ever added up.
     """
-    if 4 * (stop - first) < len(ends):  # few: look each up
-        token = np.arange(first * seq_length - before, stop * seq_length - before, seq_length, dtype=np.int64)
-        return ends.searchsorted(token, side="right")
-    reached = np.minimum((ends + (before + seq_length - 1)) // seq_length, stop)  # samples begun by a document's end
-    return np.arange(len(ends)).repeat(np.diff(reached, prepend=first))
+    token = np.arange(offset, offset + len(out) * seq_length, seq_length, dtype=edges.dtype)
+    skipped, last = edges[1:].searchsorted(token[[0, -1]], side="right").tolist()
+    position = _holders(edges[skipped : last + 2], offset, seq_length, len(out))
+    position += skipped
+    token -= edges.take(position, mode="clip")
+    for sizes in reversed(tree[:-1]):
+        position *= 2
+        size = sizes.take(position, mode="clip").astype(token.dtype, copy=False)
+        behind = token >= size
+        position += behind
+        token -= size * behind
+    np.add(position, first, out=out[:, 0])
+    out[:, 1] = token
+
+
+def _holders(edges: Lengths, offset: int, seq_length: int, count: int) -> Int64:
+    """Which group holds the first token of each of `count` samples, the first of which is `offset`.
+
+    `edges` are the tokens before each group and, last, before what follows; the first group holds the first
+    sample, the last one the last. The first group that ends behind a token holds it; empty ones never do.
+    """
+    begun = edges + edges.dtype.type(seq_length - 1 - offset)
+    begun //= edges.dtype.type(seq_length)  # samples that begin before each edge
+    begun[0], begun[-1] = 0, count
+    if 2 * count < len(edges):  # few: look for the groups in which one begins
+        holders = np.flatnonzero(begun[1:] != begun[:-1])
+        return holders if len(holders) == count else holders.repeat(begun.take(holders + 1) - begun.take(holders))
+    ended = np.bincount(begun[1:], minlength=count)[:count]  # groups that end after one sample's start, by the next
+    return ended.cumsum(out=ended)

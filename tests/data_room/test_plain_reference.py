@@ -106,6 +106,45 @@ def test_an_index_of_many_documents_and_samples_is_that_of_the_reference() -> No
     assert found.tolist() == [list(sample[0]) for sample in expected]
 
 
+LONG = 2**31 - 1  # tokens in the longest document that an index file can hold
+
+
+@pytest.mark.parametrize("chunk", [8, 1 << 16])
+@pytest.mark.parametrize("width", [np.int32, np.int64])
+@pytest.mark.parametrize(
+    ("lengths", "seq_length"),
+    [
+        ([0, 1, 2], 1),
+        ([0, 1, 2], 7),
+        ([0, 3, 9], 26),  # pairs
+        ([0, 3, 9], 200),  # pairs of pairs
+        ([0, 0, 0, 0, 0, 0, 0, 50], 3),  # several samples in few documents
+        ([0, 500, 1], 3),  # more samples in a document than are placed at once
+        ([LONG, LONG - 1, 0, 3], LONG // 3),  # more tokens in a chunk than 32 bits count
+        ([2**31 // 60, 2**31 // 61, 0], 40_000_019),
+    ],
+)
+def test_starts_are_found_in_every_proportion_of_documents_to_samples(
+    monkeypatch: pytest.MonkeyPatch, lengths: list[int], seq_length: int, chunk: int, width: type[np.signedinteger]
+) -> None:
+    """A sample starts in the first document that ends behind its first token."""
+    monkeypatch.setattr("megackpt.data.sample_index._CHUNK", chunk)
+    random = np.random.default_rng(seq_length)
+    for documents in (1, 8, 61, 203):
+        own = random.choice(lengths, documents).astype(width)
+        own[random.integers(documents)] = max(lengths)
+        tokens = int(own.sum(dtype=np.int64))
+        if tokens <= seq_length:
+            continue
+        for samples in (1, 5, (2 * tokens - 1) // seq_length):
+            index = build_sample_index(own, range(documents), seq_length, 5, samples)
+            ends = np.cumsum(own[index.documents], dtype=np.int64)
+            token = np.arange(len(index.starts), dtype=np.int64) * seq_length
+            position = np.searchsorted(ends, token, side="right")
+            assert index.starts[:, 0].tolist() == position.tolist() and position[-1] == len(ends) - 1
+            assert index.starts[:, 1].tolist() == (token - ends[position] + own[index.documents[position]]).tolist()
+
+
 @pytest.mark.parametrize(
     "weights", [[1, 1], [3, 7], [5, 3, 2], [98, 1, 1], [1] * 7, [90, *[1] * 30], [25, 20, 15, 10, 10, 8, 7, 5]]
 )
