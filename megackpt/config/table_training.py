@@ -304,7 +304,7 @@ ROWS: tuple[Flag, ...] = (
         "train.check_replicas_interval",
         "Iterations between two comparisons of everything that ranks hold alike: parameters and optimizer state that"
         " tensor- and data-parallel ranks copy, tied weights, masters. A difference of one bit ends the run. Every"
-        " save compares too.",
+        " save compares too. With an interval, state that has no copy is sealed between updates as well.",
         minimum=1,
         default="at saves only",
     ),

@@ -97,6 +97,15 @@ class MasterOptimizer:
         """
         return zip(self._masters, self._records, strict=True)
 
+    def written(self) -> dict[str, Tensor]:
+        """Everything that an update on this rank writes, under the names it has in a checkpoint: the parameters (with a
+        sharded optimizer its parts of them), their masters and state."""
+        named = zip(self._parameters, self._records, strict=True)
+        tensors = {f"model.{record.name}": parameter for parameter, record in named}
+        for kind, state in self.state_tensors().items():
+            tensors |= {f"optimizer.{kind}.{name}": tensor for name, tensor in state.items()}
+        return tensors
+
     def flat_range(self, name: str) -> tuple[int, int] | None:
         """[first, stop) of the elements of a flattened parameter that this rank updates; None: nothing is sharded."""
         return self._ranges.get(name)

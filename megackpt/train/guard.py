@@ -8,11 +8,10 @@ The copies of a model and its optimizer are
 * masters and the parameters that are their rounding.
 
 Faulty memory, a kernel that is not deterministic or a missing reduction change one copy, and nothing in losses or
-norms shows it for weeks (bigscience's 176B run lost its layer norms so).  A digest of each tensor is compared: the sum
-of its bytes read as integers, modulo 2^64, so that one flipped bit always changes it.  One pass over memory and one
-small collective per axis.
+norms shows it for weeks (bigscience's 176B run lost its layer norms so).  A digest of each tensor is compared: one pass
+over memory and one small collective per axis.
 
-State that has no copy is sealed instead: its digest is taken after an update and compared before the next one.
+What has no copy is sealed instead (`train/seal.py`), where checks are asked for at an interval.
 """
 
 from __future__ import annotations
@@ -22,29 +21,14 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from megackpt.mesh.process_mesh import Axis, ProcessMesh
 from megackpt.persist import NamedShard
 from megackpt.train.agree import everyone
 from megackpt.train.health import TrainingStopped
+from megackpt.train.seal import Seal, digests
 
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = 1 << 22
-_MASTER = "optimizer.master."
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """Sum of the tensor's bytes, in order, as 8-byte integers: an int64 scalar on its device.
-
-    No temporary of the tensor's size exists, wherever it lies in memory."""
-    flat = tensor.detach().contiguous().view(-1)
-    per_word = 8 // flat.element_size()
-    whole = flat.numel() // per_word * per_word
-    aligned = flat.storage_offset() % per_word == 0
-    parts = [flat[:whole]] if aligned else [part.clone() for part in flat[:whole].split(_CHUNK)]
-    tail = flat[whole:].view(_INTEGERS[flat.element_size()])
-    return torch.stack([*(part.view(torch.int64).sum() for part in parts), tail.sum(dtype=torch.int64)]).sum()
+_MODEL, _MASTER = "model.", "optimizer.master."
 
 
 @dataclass
@@ -58,31 +42,18 @@ class Guard:
     shards: Sequence[NamedShard]
     settle: Callable[[], None] = lambda: None
     """Wait for parameters that are still on their way."""
-    _seal: dict[str, int] | None = None
+    seal: Seal | None = None
+    """Finds what has no copy, and what does not stay changed until a check."""
 
     def check(self, when: str) -> None:
         """Compare all copies.  `when` is for the message: "after iteration 7"."""
         self._stop_on(self.differences(), when)
 
-    def seal(self) -> None:
-        """Take the digests of optimizer state, which nothing may touch until `check_seal` looks."""
-        state = [shard for shard in self.shards if shard.key.startswith("optimizer.")]
-        self._seal = dict(zip((shard.key for shard in state), _digests(state), strict=True))
-
-    def check_seal(self, when: str) -> None:
-        """Compare with the last `seal`, if there is one that was not checked yet."""
-        seal, self._seal = self._seal, None
-        if seal is None:
-            return
-        state = [shard for shard in self.shards if shard.key in seal]
-        changed = [shard.key for shard, now in zip(state, _digests(state), strict=True) if seal[shard.key] != now]
-        self._stop_on([f"{key} has changed on rank {self.mesh.rank} since the last update" for key in changed], when)
-
     def differences(self) -> list[str]:
         """What differs, as this rank sees it, in words."""
         mesh = self.mesh
         self.settle()
-        of_digest = dict(zip(map(id, self.shards), _digests(self.shards), strict=True))
+        of_digest = self._digests()
         whole = [shard for shard in self.shards if shard.record.shard_dim is None]
         tied = [shard for shard in self.shards if shard.record.tied]  # cut alike on both stages, where state is sharded
         copied = [shard for shard in self.shards if shard.flat_range is None]
@@ -93,7 +64,15 @@ class Guard:
             (mesh.dp, copied, "data-parallel ranks"),
         ):
             found += _compare(axis, [(shard.key, of_digest[id(shard)]) for shard in shards], what, self._device)
-        return found + self._unrounded()
+        changed = [] if self.seal is None else [f"{words} on rank {mesh.rank}" for words in self.seal.broken()]
+        return changed + found + self._unrounded()  # the cause before what it led to
+
+    def _digests(self) -> dict[int, int]:
+        """By the id of each shard; of a parameter with what it was before the updates since the start."""
+        now = digests([shard.local for shard in self.shards])
+        if self.seal is not None:
+            now[[shard.key.startswith(_MODEL) for shard in self.shards]] += self.seal.history
+        return dict(zip(map(id, self.shards), now.tolist(), strict=True))
 
     @property
     def _device(self) -> torch.device:
@@ -101,7 +80,7 @@ class Guard:
 
     def _unrounded(self) -> list[str]:
         """Parameters that are not the rounding of their masters."""
-        parameters = {shard.key.removeprefix("model."): shard.local for shard in self.shards}
+        parameters = {shard.key.removeprefix(_MODEL): shard.local for shard in self.shards}
         found = []
         for shard in self.shards:
             if not shard.key.startswith(_MASTER):
@@ -122,12 +101,6 @@ class Guard:
         said = list(dict.fromkeys(line for lines in everyone(found) for line in lines))
         more = f"; and {len(said) - 8} more" if len(said) > 8 else ""
         raise TrainingStopped(f"copies have drifted apart, found {when}: {'; '.join(said[:8])}{more}")
-
-
-def _digests(shards: Sequence[NamedShard]) -> list[int]:
-    if not shards:
-        return []
-    return torch.stack([digest(shard.local) for shard in shards]).tolist()
 
 
 def _compare(axis: Axis, values: list[tuple[str, int]], what: str, device: torch.device) -> list[str]:

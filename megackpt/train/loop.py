@@ -35,6 +35,7 @@ from megackpt.train.foresight import prediction_of
 from megackpt.train.guard import Guard
 from megackpt.train.health import TrainingStopped
 from megackpt.train.report import Reporter, over_ranks
+from megackpt.train.seal import Seal
 from megackpt.train.step import StepOutcome, Stepper
 
 SAID_BY_ALL = (UsageError, CheckpointError, TrainingStopped)  # raised on every rank alike
@@ -129,8 +130,8 @@ class Loop:
         self.trainer, self.reporter, self.stepper = trainer, reporter, stepper
         self.where = where
         self.last = trainer.config.last_iteration(where.iteration, where.consumed_samples)
-        state = run_state(trainer, optimizer=True, rng=False).tensors
-        self.guard = Guard(trainer.mesh, state, trainer.optimizer.settle)
+        self.guard = guard_of(trainer)
+        stepper.seal = self.guard.seal
         self._first = where.iteration + 1
         self.recorder = together(lambda: recorder(trainer, self._first + 2))
         self._saved_bytes: list[int] | None = None
@@ -157,7 +158,6 @@ class Loop:
         """One optimizer step.  The bytes kept are counted once (they repeat), the peak when it is asked for."""
         trainer, config = self.trainer, self.trainer.config
         number = self.where.iteration + 1
-        self.guard.check_seal(f"before iteration {number}")
         measures = self._measures(number) or (self.adapter is not None and self.adapter.looks(number))
         records = self.recorder is not None and self.recorder.wants(number)
         self.stepper.count_bytes = self._saved_bytes is None or measures or records
@@ -178,7 +178,8 @@ class Loop:
         self._report(outcome, seconds, peaks)
         if trainer.health.hopeless:
             trainer.health.stop(trainer.mesh, number, outcome.loss, outcome.loss_scale)
-        self._guard(number)
+        if self.due(config.train.check_replicas_interval):
+            self.guard.check(f"after iteration {number}")
         if peaks is not None and number > self._first and outcome.samples == config.batch.global_batch_size:
             self._compare(number, peaks)
 
@@ -209,13 +210,6 @@ class Loop:
             finally:
                 self.stepper.record = self.stepper.on_replay = None
 
-    def _guard(self, number: int) -> None:
-        interval = self.trainer.config.train.check_replicas_interval
-        if self.due(interval):
-            self.guard.check(f"after iteration {number}")
-        if interval is not None and (number + 1) % interval == 0:
-            self.guard.seal()
-
     @contextmanager
     def named(self) -> Iterator[None]:
         """A collective that fails (a rank died or stands still) says which rank waited, where, and in which
@@ -243,6 +237,15 @@ class Loop:
         with loader(self.trainer, dataset, 0) as batches:
             loss = self.stepper.evaluate(batches, iterations)
         self.reporter.evaluation(self.where, loss, time.perf_counter() - start, split, name)
+
+
+def guard_of(trainer: Trainer) -> Guard:
+    """The guard of a run, with a seal where checks are asked for at an interval."""
+    state, settle, seal = run_state(trainer, optimizer=True, rng=False).tensors, trainer.optimizer.settle, None
+    if trainer.config.train.check_replicas_interval is not None:
+        copied = [shard.local for shard in state if shard.key.startswith("model.")]
+        seal = Seal(trainer.optimizer, copied, settle)
+    return Guard(trainer.mesh, state, settle, seal)
 
 
 def recorder(trainer: Trainer, first: int) -> TimelineRecorder | None:

@@ -30,6 +30,7 @@ from megackpt.plan.schedule import generator
 from megackpt.plan.slots import slots_of
 from megackpt.recompute import Tape
 from megackpt.train.build import Trainer
+from megackpt.train.seal import Seal
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,7 @@ class Stepper:
         self.samples = config.batch.global_batch_size  # of the step under way
         self.count_bytes = False
         self.phase = "start"
+        self.seal: Seal | None = None  # broken around each update
         self.record: StepRecord | None = None  # of the step under way, if it is recorded
         self.on_replay: Callable[[str, float, float], None] | None = None
         self._batches: Iterator[Batch] = iter(())
@@ -176,7 +178,11 @@ class Stepper:
         self.phase = "updating parameters"
         if healthy:
             clip_(trainer.buffer, statistics.norm, trainer.config.optimizer.clip_grad)
+            if self.seal is not None:
+                self.seal.open()
             trainer.optimizer.step(rates.rate, rates.decoupled)
+            if self.seal is not None:
+                self.seal.close()
         curable = trainer.scaler.can_fall
         trainer.scaler.update(not healthy)
         trainer.health.update(healthy, curable)

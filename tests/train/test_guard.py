@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from megackpt.train.guard import digest
 from megackpt.train.health import TrainingStopped
-from megackpt.train.loop import Loop, train
+from megackpt.train.loop import train
+from megackpt.train.seal import digest
 from megackpt.train.step import Stepper
 from tests.layouts import SMALL_GPT, Flags, Layout, built
 from tests.pool import run_distributed
@@ -50,15 +50,15 @@ def test_a_digest_does_not_depend_on_where_a_tensor_lies(dtype: torch.dtype) -> 
         assert digest(there) == digest(values)
 
 
-# what to spoil: (kind of optimizer state, or "" for the parameter; parameter; rank; bit)
-Place = tuple[str, str, int, int]
+# what to spoil: (kind of optimizer state, or "" for the parameter; parameter; rank)
+Place = tuple[str, str, int]
 
 
 def ended(
     rank: int, world_size: int, flags: Flags, layout: Layout, place: Place, after: int, owner: type, method: str
 ) -> str:
-    """How a run ends in which one bit of one rank flips after so many calls of a method: one of every iteration."""
-    kind, name, where, bit = place
+    """How a run ends in which the lowest bit of the last element flips on one rank, after so many calls of a method
+    that is called once in every iteration."""
     trainer = built(flags, layout)
     real, calls = getattr(owner, method), 0
 
@@ -66,11 +66,11 @@ def ended(
         nonlocal calls
         result = real(self, *args)
         calls += 1
+        kind, name, where = place
         if (calls, rank) == (after, where):
             trainer.optimizer.settle()
             state = trainer.optimizer.state_tensors()
-            tensors = state[kind] if kind else {record.name: p for p, record in trainer.parameters}
-            flip(tensors[name], bit)
+            flip((state[kind] if kind else {record.name: p for p, record in trainer.parameters})[name])
         return result
 
     setattr(owner, method, spoiled)
@@ -83,110 +83,71 @@ def ended(
     return ""
 
 
-UPDATE, AT_THE_END = (Stepper, "update"), (Loop, "_guard")
-
+BACKWARD, UPDATE = (Stepper, "accumulate"), (Stepper, "update")
 SHARDED: Flags = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
-LAYOUTS: list[tuple[str, Layout, Flags, Place, str]] = [
-    (
-        "tp",
-        Layout(tp=2, sp=True),
-        {},
-        ("", NORM, 1, 0),
-        f"model.{NORM} differs between tensor-parallel ranks 0 against 1",
-    ),
-    (
-        "tp-moment",
-        Layout(tp=2),
-        {"params-dtype": "fp64"},
-        ("exp_avg_sq", NORM, 0, 51),
-        f"optimizer.exp_avg_sq.{NORM} differs between tensor-parallel ranks 0 against 1",
-    ),
-    (
-        "tied",
-        Layout(pp=2),
-        {},
-        ("", WORD, 1, 3),
-        f"model.{WORD} differs between the first and the last stage, ranks 0 against 1",
-    ),
-    ("dp", Layout(dp=2), {}, ("", UP, 1, 0), f"model.{UP} differs between data-parallel ranks 0 against 1"),
-    (
-        "dp-moment",
-        Layout(dp=2),
-        {"optimizer": "sgd"},
-        ("momentum_buffer", UP, 0, 0),
-        f"optimizer.momentum_buffer.{UP} differs between data-parallel ranks 0 against 1",
-    ),
-    (
-        "sharded-tp",
-        Layout(tp=2, dp=2),
-        SHARDED,
-        ("exp_avg", NORM, 1, 0),  # ranks 0 and 1 are tp, with one dp index
-        f"optimizer.exp_avg.{NORM} differs between tensor-parallel ranks 0 against 1",
-    ),
-    (
-        "sharded-tied",
-        Layout(pp=2, dp=2),
-        SHARDED,
-        ("exp_avg_sq", WORD, 3, 0),
-        f"optimizer.exp_avg_sq.{WORD} differs between the first and the last stage, ranks 1 against 3",
-    ),
-    (
-        "sharded-parameter",
-        Layout(dp=2),
-        SHARDED,
-        ("", UP, 0, 0),  # in the shard of rank 1, so rank 0 holds a copy
-        f"model.{UP} differs between data-parallel ranks 0 against 1",
-    ),
-    (
-        "sharded-master",
-        Layout(dp=2),
-        SHARDED | {"bf16": True},
-        ("master", UP, 1, 20),
-        f"optimizer.master.{UP} does not round to its parameter on rank 1",
-    ),
-    (
-        "master",
-        Layout(pp=2),
-        {"bf16": True},
-        ("master", NORM, 1, 20),
-        f"optimizer.master.{NORM} does not round to its parameter on rank 1",
-    ),
-]
+TP, PP, DP = Layout(tp=2), Layout(pp=2), Layout(dp=2)
+# Parameters that have a copy, and all that has none, in every kind of run: a shard of the optimizer begins as a shard.
+# The last element of UP is in the shard of rank 1, so that rank 0 has a copy of it.
+FLIPS: dict[str, tuple[Layout, Flags, Place, str]] = {
+    "tp": (Layout(tp=2, sp=True), {}, ("", NORM, 1), f"model.{NORM} differs between tensor-parallel ranks 0 against 1"),
+    "tied": (PP, {}, ("", WORD, 1), f"model.{WORD} differs between the first and the last stage, ranks 0 against 1"),
+    "dp": (DP, {}, ("", UP, 0), f"model.{UP} differs between data-parallel ranks 0 against 1"),
+    "dp-sharded": (DP, SHARDED, ("", UP, 0), f"model.{UP} differs between data-parallel ranks 0 against 1"),
+    "own": (TP, {}, ("", UP, 1), f"model.{UP} has changed after update 2 on rank 1"),
+    "own-sharded": (DP, SHARDED, ("", UP, 1), f"model.{UP} has changed after update 2 on rank 1"),
+} | {
+    kind + name: (layout, more, (kind, UP, 1), f"optimizer.{kind}.{UP} has changed after update 2 on rank 1")
+    for kind in ("master", "exp_avg", "exp_avg_sq")
+    for name, layout, more in (("", TP, {}), ("-sharded", DP, SHARDED))
+}
+NARROW = {"fp32": {}, "bf16": {"bf16": True}}
 
 
-@pytest.mark.parametrize(("layout", "more", "place", "words"), [c[1:] for c in LAYOUTS], ids=[c[0] for c in LAYOUTS])
-def test_a_flipped_bit_is_found_at_the_next_check_and_named(
-    layout: Layout, more: Flags, place: Place, words: str
-) -> None:
-    flags = SMALL_GPT | more | {"check-weight-hash-across-dp-replicas-interval": 2, "lr": 0.0, "min-lr": 0.0}
-    # An update rounds the master anew, and makes it the truth; a sharded parameter is gathered anew.
-    anew = place[0] == "master" or (place[0] == "" and "use-distributed-optimizer" in more)
-    after = 4 if anew else 3
-    for message in run_distributed(ended, layout.world_size, flags, layout, place, after, *UPDATE):
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    # fp32 parameters are their own masters
+    [(dtype, name) for dtype in NARROW for name in FLIPS if dtype == "bf16" or not name.startswith("master")],
+)
+def test_a_flipped_bit_is_found_at_the_next_check_and_named(dtype: str, name: str) -> None:
+    """Flipped in the backward of iteration 3, so that the update of 3 uses or heals it; the check is due after 4."""
+    layout, more, place, words = FLIPS[name]
+    flags = SMALL_GPT | NARROW[dtype] | more | {"check-weight-hash-across-dp-replicas-interval": 2}
+    for message in run_distributed(ended, layout.world_size, flags, layout, place, 3, *BACKWARD):
         assert message.startswith("copies have drifted apart, found after iteration 4: ")
         assert words in message
 
 
+@pytest.mark.parametrize("more", [{}, SHARDED], ids=["plain", "sharded"])
+@pytest.mark.parametrize(
+    ("flags", "layout", "place", "copies"),
+    [
+        ({"params-dtype": "fp64"}, Layout(tp=2, dp=2), ("exp_avg_sq", NORM, 1), "tensor-parallel ranks 0 against 1"),
+        ({"fp16": True}, Layout(pp=2, dp=2), ("exp_avg", WORD, 3), "the first and the last stage, ranks 1 against 3"),
+    ],
+    ids=["tp", "tied"],
+)
+def test_copies_of_state_are_compared_with_or_without_a_seal(
+    flags: Flags, layout: Layout, place: Place, copies: str, more: Flags, tmp_path: Path
+) -> None:
+    key = f"optimizer.{place[0]}.{place[1]}"
+    flags = SMALL_GPT | more | flags | {"train-iters": 2}
+    flags |= {"initial-loss-scale": 1.0} if "fp16" in flags else {}
+    for checks, seal in (({"check-replicas-interval": 1}, True), ({"save": str(tmp_path)}, False)):
+        for message in run_distributed(ended, 4, flags | checks, layout, place, 2, *UPDATE):
+            assert f"{key} differs between {copies}" in message
+            assert (f"{key} has changed after update 2 on rank {place[2]}" in message) == seal
+
+
 def test_a_save_is_checked_before_it_is_written(tmp_path: Path) -> None:
     flags = SMALL_GPT | {"save": str(tmp_path), "save-interval": 2}
-    for message in run_distributed(ended, 2, flags, Layout(dp=2), ("", UP, 1, 20), 3, *UPDATE):
+    for message in run_distributed(ended, 2, flags, DP, ("", UP, 1), 4, *UPDATE):
         assert "found before iteration 4 is saved: " in message and f"model.{UP} differs" in message
     assert sorted(path.name for path in tmp_path.glob("iter_*")) == ["iter_0000002"]
 
 
-@pytest.mark.parametrize(("layout", "more"), [(Layout(tp=2), {}), (Layout(dp=2), SHARDED)], ids=["tp", "sharded"])
-def test_state_without_a_copy_is_sealed_between_updates(layout: Layout, more: Flags) -> None:
-    """A moment of a sharded weight is on one rank only.  Flipped after iteration 3, it is found before iteration 4."""
-    flags = SMALL_GPT | more | {"check-replicas-interval": 1}
-    for message in run_distributed(ended, 2, flags, layout, ("exp_avg", UP, 1, 0), 3, *AT_THE_END):
-        expected = f"optimizer.exp_avg.{UP} has changed on rank 1 since the last update"
-        assert message == f"copies have drifted apart, found before iteration 4: {expected}"
-
-
 @pytest.mark.parametrize("more", [{}, SHARDED], ids=["plain", "sharded"])
-@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, sp=True), Layout(dp=2), Layout(pp=2, dp=2)], ids=str)
+@pytest.mark.parametrize("layout", [Layout(tp=2, pp=2, sp=True), DP, Layout(pp=2, dp=2)], ids=str)
 def test_copies_that_are_equal_are_left_alone(layout: Layout, more: Flags) -> None:
     flags = SMALL_GPT | more | {"check-replicas-interval": 1, "bf16": True}
-    untouched = ("", UP, -1, 0)
-    found = run_distributed(ended, layout.world_size, flags, layout, untouched, 1, *UPDATE)
+    found = run_distributed(ended, layout.world_size, flags, layout, ("", UP, -1), 1, *UPDATE)
     assert found == [""] * layout.world_size
