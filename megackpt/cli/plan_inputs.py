@@ -7,11 +7,9 @@ Of those only what sizes a run counts; data, learning rates and log files are le
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from megackpt.config.errors import UsageError
 from megackpt.config.flag import Layer, Value, key_of
@@ -23,6 +21,7 @@ from megackpt.config.run import RunConfig
 from megackpt.config.sources import Source, merge, read_words, read_yaml
 from megackpt.observe.auto import Task, refuse_impossible
 from megackpt.observe.numbers import layout_numbers, model_numbers, policy_of, split_of
+from megackpt.observe.stored_plan import check_shards, read_plan
 from megackpt.plan.accelerators import GIB, Machine, machine_named
 from megackpt.plan.choose.choose import Options
 from megackpt.plan.decision import Plan
@@ -228,12 +227,9 @@ def _plan(config: RunConfig, layout: Layout, task: Task) -> Plan:
         return task.choose().choice.plan
     if path is None:
         return plan_for(layout.pieces, policy_of(config))
-    try:
-        plan = Plan.from_json(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--recompute-plan {path}: not a plan of this version ({error}).") from error
-    if [len(stage) for stage in plan.stages] != [layout.v] * layout.p:
-        raise UsageError(f"--recompute-plan {path} is for {len(plan.stages)} stages, this run has {layout.p}.")
+    plan = read_plan(path, layout.pieces)
+    if layout.t > 1:
+        check_shards(path, plan, layout.sequence_parallel)
     return plan
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from megackpt.config.errors import UsageError
 
 FLAG = "--pipeline-model-parallel-layout"
+MOST = 100_000  # letters that a layout may come to: far above any model, far below what memory holds
+DEEPEST = 50  # brackets in one another
 
 
 def layer_counts(text: str) -> tuple[int, ...]:
@@ -32,6 +34,7 @@ class _Reader:
     def __init__(self, text: str) -> None:
         self.text = text
         self.at = 0
+        self.depth = 0
 
     def read(self) -> str:
         whole = self._sequence()
@@ -43,6 +46,8 @@ class _Reader:
         parts = []
         while self.at < len(self.text) and self.text[self.at] != ")":
             parts.append(self._item())
+            if sum(map(len, parts)) > MOST:
+                raise self._wrong(f"more than {MOST} letters so far")
         return "".join(parts)
 
     def _item(self) -> str:
@@ -55,21 +60,28 @@ class _Reader:
         if char in ", ":
             return ""
         if char == "(":
+            self.depth += 1
+            if self.depth > DEEPEST:
+                raise self._wrong(f"more than {DEEPEST} brackets in one another")
             char = self._sequence()
             if self.at == len(self.text):
                 raise self._wrong("a ( without its )")
             self.at += 1
-        return char * self._times()
+            self.depth -= 1
+        times = self._times()
+        if len(char) * times > MOST:
+            raise self._wrong(f"repeated, this comes to more than {MOST} letters")
+        return char * times
 
     def _times(self) -> int:
         if self.text[self.at : self.at + 1] != "*":
             return 1
         start = self.at = self.at + 1
-        while self.text[self.at : self.at + 1].isdigit():
+        while self.text[self.at : self.at + 1] in tuple("0123456789"):
             self.at += 1
         if start == self.at:
             raise self._wrong("a number belongs after *")
-        return int(self.text[start : self.at])
+        return int(self.text[start : self.at][:9])  # longer is too much anyway
 
     def _wrong(self, why: str) -> UsageError:
         return UsageError(f"{FLAG} {self.text!r}, at character {self.at + 1}: {why}.")

@@ -108,6 +108,8 @@ class Group:
     output: str = KEEP
 
     def __post_init__(self) -> None:
+        if self.output not in _CHOICES["output"]:
+            raise ValueError(f"output={self.output!r} of a group is not one of {', '.join(_CHOICES['output'])}")
         if not 0 <= self.first <= self.last:
             raise ValueError(f"a group runs from a first to a last layer, got {self.first} to {self.last}")
         for group in self.inner or ():
@@ -128,9 +130,12 @@ def groups_to_rows(groups: Sequence[Group]) -> list[list[object]]:
 
 
 def groups_from_rows(rows: Sequence[Sequence[Any]]) -> tuple[Group, ...]:
-    """The forest again.  Raises ValueError for a row that stands inside of none, or of a merged one."""
+    """The forest again.  Raises ValueError for a row that stands inside of none, or of a merged one, or is no row."""
     levels: list[list[Group]] = [[]]
-    for first, last, depth, merged, output in reversed(rows):  # what is inside stands after, so it is made before
+    for row in reversed(rows):  # what is inside stands after, so it is made before
+        first, last, depth, merged, output = row
+        if [type(value) for value in row[:4]] != [int, int, int, bool] or not 0 <= depth <= len(rows):
+            raise ValueError(f"{row!r} is not first, last, depth, merged and output of a group")
         while len(levels) <= depth + 1:
             levels.append([])
         inside = tuple(reversed(levels[depth + 1]))
@@ -154,6 +159,10 @@ class ChunkPlan:
     save_sets: Mapping[str, SaveSet] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
     ahead: int = 0
+
+    def __post_init__(self) -> None:
+        if type(self.ahead) is not int or self.ahead < 0:
+            raise ValueError(f"ahead={self.ahead!r} is not a number of layers")
 
     def units_ahead(self, layers: range) -> list[range]:
         """Layers and groups that are rebuilt ahead, the last one first."""
@@ -255,19 +264,30 @@ class Plan:
         return {"version": VERSION, "name": self.name, "sets": [s.to_json() for s in sets], "stages": stages}
 
     @staticmethod
-    def from_json(data: Mapping[str, Any]) -> Plan:
+    def from_json(data: Any) -> Plan:
+        """What `to_json` made.  Raises ValueError for anything else."""
+        if not isinstance(data, Mapping):
+            raise ValueError(f"a plan is an object, this is a {type(data).__name__}")
         if data.get("version") != VERSION:
             raise ValueError(f"plan version {data.get('version')!r}; this code reads version {VERSION}")
+        try:
+            return Plan._of(data)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(f"{type(error).__name__}: {error}") from error
+
+    @staticmethod
+    def _of(data: Mapping[str, Any]) -> Plan:
         sets = [SaveSet.from_json(s) for s in data["sets"]]
+        numbered = dict(enumerate(sets))
 
         def chunk(entry: Mapping[str, Any]) -> ChunkPlan:
-            places = {address: sets[i] for address, i in entry["save_sets"].items()}
+            places = {address: numbered[i] for address, i in entry["save_sets"].items()}
             return ChunkPlan(places, groups_from_rows(entry["groups"]), entry.get("ahead", 0))
 
         stages = [[tuple(chunk(slot) for slot in slots) for slots in stage] for stage in data["stages"]]
-        if not all(slots for stage in stages for slots in stage):
-            raise ValueError("a chunk without a slot")
-        return Plan.of_slots(stages, data["name"])
+        if not stages or not all(stages) or not all(slots for stage in stages for slots in stage):
+            raise ValueError("a plan without a stage, a stage without a chunk, or a chunk without a slot")
+        return Plan.of_slots(stages, str(data["name"]))
 
     def dumps(self) -> str:
         return json.dumps(self.to_json(), indent=1, sort_keys=True)

@@ -6,11 +6,9 @@ is mine (pipeline, model), what is kept of its forward (plan), who updates it (o
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -32,15 +30,15 @@ from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.model import GPTChunk, build_chunk, compile_steps
 from megackpt.observe.auto import refuse_impossible
 from megackpt.observe.numbers import policy_of, split_of
+from megackpt.observe.stored_plan import check_shards, own_plans, read_plan
 from megackpt.optim.buffer import GradientBuffer
 from megackpt.optim.lr_schedule import LearningRate
 from megackpt.optim.master import MasterOptimizer
 from megackpt.optim.reduction import GradientReduction
 from megackpt.pipeline.stages import Piece, pieces
 from megackpt.plan import ChunkPlan, Plan, plan_for
-from megackpt.plan.decision import OFFLOAD_DISK, OFFLOAD_HOST, SHARD
+from megackpt.plan.decision import OFFLOAD_HOST, SHARD
 from megackpt.plan.split import Split
-from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK, whole_outputs
 from megackpt.precision.policy import Precision
 from megackpt.precision.scaler import LossScaler
 from megackpt.recompute import KeptBytes, RngLedger
@@ -198,78 +196,6 @@ def build_plan(config: RunConfig, split: Split) -> Plan:
             check_shards(config.recompute.plan_file, plan, config.parallel.sequence_parallel)
         return plan
     return plan_for(split, policy_of(config))
-
-
-def read_plan(path: str, split: Split) -> Plan:
-    """A stored plan; UsageError unless it is one for the model as it is split."""
-    try:
-        text = Path(path).read_text()
-    except OSError as error:
-        raise UsageError(f"--recompute-plan {path} cannot be read: {error.strerror or error}") from error
-    try:
-        plan = Plan.from_json(json.loads(text))
-    except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--recompute-plan {path}: not a plan of this version ({error})") from error
-    if len(plan.stages) != len(split):
-        raise UsageError(f"--recompute-plan {path} is for {len(plan.stages)} stages, this run has {len(split)}")
-    for stage, row in enumerate(split):
-        here = [list(layers) for layers in row]
-        for named in _layers_by_slot(plan, stage):
-            if named != here:
-                raise UsageError(
-                    f"--recompute-plan {path}: stage {stage} has layers {_by_chunk(named)} there and"
-                    f" {_by_chunk(here)} here"
-                )
-        for chunk in own_plans(plan, stage):
-            _check_names(path, chunk)
-    return plan
-
-
-def _layers_by_slot(plan: Plan, stage: int) -> list[list[list[int]]]:
-    """The layers that a stage's plans name, by [slot][chunk]."""
-    slots = max(len(plan.slots(stage, chunk)) for chunk in range(len(plan.stages[stage])))
-    return [
-        [
-            sorted(int(a.removeprefix("layers.")) for a in sets.save_sets if a.startswith("layers."))
-            for sets in (plan.chunk(stage, chunk, slot) for chunk in range(len(plan.stages[stage])))
-        ]
-        for slot in range(slots)
-    ]
-
-
-def own_plans(plan: Plan, stage: int) -> list[ChunkPlan]:
-    """Those of a stage, of all its chunks and slots."""
-    return [sets for chunk in range(len(plan.stages[stage])) for sets in plan.slots(stage, chunk)]
-
-
-def _by_chunk(layers: list[list[int]]) -> str:
-    return " | ".join(str(chunk) for chunk in layers)
-
-
-def _check_names(path: str, plan: ChunkPlan) -> None:
-    """A decision about a step that no model has would do nothing, and nobody would know."""
-    known = {step.name for step in (*EMBED, *BLOCK, *HEAD, HEAD_CHUNK)}
-    for address, save_set in plan.save_sets.items():
-        if strange := sorted(set(save_set.decisions) - known):
-            raise UsageError(f"--recompute-plan {path}: {address} has no step named {', '.join(strange)}")
-    if OFFLOAD_DISK in plan.choices():
-        raise UsageError(f"--recompute-plan {path}: {OFFLOAD_DISK} is not a place that training can use")
-
-
-def check_shards(path: str, plan: Plan, sequence_parallel: bool) -> None:
-    """UsageError where a plan spreads over the ranks what is not equal on them: a gather would give another tensor."""
-    whole, how = whole_outputs(sequence_parallel), "with" if sequence_parallel else "without"
-    for chunk in (chunk for stage in range(len(plan.stages)) for chunk in own_plans(plan, stage)):
-        shards = [(a, name) for a, s in chunk.save_sets.items() for name, d in s.decisions.items() if d.output == SHARD]
-        shards += [(a, "any step") for a, s in chunk.save_sets.items() if s.default.output == SHARD]
-        if sequence_parallel:
-            shards += [(f"layers {g.first} to {g.last}", "the group") for g in chunk.groups if g.output == SHARD]
-        for address, name in shards:
-            if name not in whole:
-                raise UsageError(
-                    f"--recompute-plan {path}: {address} shards the output of {name}, of which every tensor-parallel"
-                    f" rank holds a part of its own {how} --sequence-parallel; whole there: {', '.join(sorted(whole))}"
-                )
 
 
 def build_tiers(plans: Sequence[ChunkPlan], tp: TensorParallel) -> dict[str, Tier]:

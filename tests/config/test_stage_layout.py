@@ -38,6 +38,11 @@ def test_layers_of_every_chunk(text: str, counts: tuple[int, ...]) -> None:
         ("EtL|t", "L (the loss) belongs once into the last chunk, and nowhere else."),
         ("tE|tL", "E comes before all layers and L after all of them."),
         ("", "E (the embedding) belongs once into the first chunk, and nowhere else."),
+        ("Et*99999999999999999999L", "at character 24: repeated, this comes to more than 100000 letters."),
+        ("E(t*1000)*1000L", "at character 15: repeated, this comes to more than 100000 letters."),
+        ("Et*60000t*60000L", "at character 16: more than 100000 letters so far."),
+        ("Et*²L", "at character 4: a number belongs after *."),
+        ("E" + "(" * 3000 + "t" + ")" * 3000 + "L", "at character 53: more than 50 brackets in one another."),
     ],
 )
 def test_what_is_no_layout(text: str, message: str) -> None:
