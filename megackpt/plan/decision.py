@@ -285,8 +285,8 @@ class Plan:
             return ChunkPlan(places, groups_from_rows(entry["groups"]), entry.get("ahead", 0))
 
         stages = [[tuple(chunk(slot) for slot in slots) for slots in stage] for stage in data["stages"]]
-        if not stages or not all(stages) or not all(slots for stage in stages for slots in stage):
-            raise ValueError("a plan without a stage, a stage without a chunk, or a chunk without a slot")
+        if not all(stages) or not all(slots for stage in stages for slots in stage):
+            raise ValueError("a stage without a chunk, or a chunk without a slot")
         return Plan.of_slots(stages, str(data["name"]))
 
     def dumps(self) -> str:

@@ -51,8 +51,8 @@ NOT_A_PLAN = "not a plan of this version"
 EDITS: list[tuple[Edit, str]] = [
     (put("version", 1), f"{NOT_A_PLAN} (plan version 1; this code reads version 2)"),
     (put("stages", None), f"{NOT_A_PLAN} (TypeError"),
-    (put("stages", []), f"{NOT_A_PLAN} (a plan without a stage, a stage without a chunk, or a chunk without a slot)"),
-    (put("stages", 0, 0, []), f"{NOT_A_PLAN} (a plan without a stage, a stage without"),
+    (put("stages", []), "is for 0 stages, this run has 2"),
+    (put("stages", 0, 0, []), f"{NOT_A_PLAN} (a stage without a chunk, or a chunk without a slot)"),
     (lambda d: d["stages"].pop(), "is for 1 stages, this run has 2"),
     (lambda d: d["stages"][1].pop(), "stage 1 has 1 chunks there and 2 here"),
     (put("sets", 0, "default", "output", "kept"), f"{NOT_A_PLAN} (output='kept' is not one of keep, replay,"),
