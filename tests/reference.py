@@ -60,9 +60,13 @@ def attention(x: Tensor, w: Weights, name: str, shape: Shape) -> Tensor:
     hidden = torch.full((s, s), -math.inf, dtype=x.dtype).triu(1)
     packed = F.linear(x, w[f"{name}.qkv.weight"], w.get(f"{name}.qkv.bias"))
     turned = (lambda y: rotate(y, shape.rotary_base)) if shape.rope else (lambda y: y)
+    normed = f"{name}.q_norm.weight" in w
     heads = []
     for group in packed.split((r + 2) * d, dim=-1):
         *queries, key, value = group.split(d, dim=-1)  # [b, s, d] each
+        if normed:
+            queries = [norm(query, w, f"{name}.q_norm", shape) for query in queries]
+            key = norm(key, w, f"{name}.k_norm", shape)
         key = turned(key)
         for query in queries:
             scores = turned(query) @ key.transpose(1, 2) / math.sqrt(d) + hidden
@@ -131,7 +135,7 @@ class AdamW:
             g = g * factor
             m = self.first[name] = self.first.get(name, torch.zeros_like(g)) * one + (1 - one) * g
             v = self.second[name] = self.second.get(name, torch.zeros_like(g)) * two + (1 - two) * g * g
-            if not (name.endswith(".bias") or ".norm." in name):
+            if not (name.endswith(".bias") or "norm." in name):
                 w[name] -= self.rate * self.decay * w[name]
             scale = math.sqrt(1 - two**self.steps)
             w[name] -= self.rate / (1 - one**self.steps) * m / (v.sqrt() / scale + self.epsilon)

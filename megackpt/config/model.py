@@ -45,6 +45,8 @@ class ModelConfig:
     """How much they are stretched."""
     normalization: str = "LayerNorm"
     norm_epsilon: float = 1e-5
+    qk_layernorm: bool = False
+    """Every query and key is normed over its own channels, before it is rotated."""
     swiglu: bool = False
     squared_relu: bool = False
     add_bias_linear: bool = True

@@ -32,6 +32,7 @@ STEPS = (
     "attn.norm",
     "attn.gather",
     "attn.qkv",
+    "attn.qknorm",
     "attn.rope",
     "attn.core",
     "mlp.norm",

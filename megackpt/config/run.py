@@ -61,6 +61,8 @@ class RunConfig:
                 "--recompute-modules attn.rope contradicts --position-embedding-type"
                 f" {self.model.position_embedding_type}: this model rotates nothing."
             )
+        if "attn.qknorm" in self.recompute.modules and not self.model.qk_layernorm:
+            raise UsageError("--recompute-modules attn.qknorm needs --qk-layernorm: this model norms no heads.")
 
     @classmethod
     def from_flags(cls, flags: Mapping[str, object], world_size: int = 1) -> RunConfig:

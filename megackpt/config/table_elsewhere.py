@@ -39,7 +39,7 @@ ROWS: tuple[Flag, ...] = (
     reject("--fp8-format", REFUSED, "text", "use --bf16."),
     reject("--deepspeed", REFUSED, "switch", _DEEPSPEED),
     reject("--deepspeed_config", REFUSED, "text", _DEEPSPEED),
-    reject("--zero-stage", REFUSED, "int", "optimizer state is not sharded: leave it out.", "0"),
+    reject("--zero-stage", REFUSED, "int", "stage 1 is --use-distributed-optimizer; there are no others.", "0"),
     reject(
         "--no-pipeline-parallel",
         REFUSED,

@@ -217,9 +217,15 @@ ROWS: tuple[Flag, ...] = (
         "The same as --attention-backend flash.",
         implies=(("attention-backend", "flash"),),
     ),
+    works(
+        "--qk-layernorm",
+        MODEL,
+        "switch",
+        "model.qk_layernorm",
+        "Norm every query and key over its own channels, before rope, with weights that all heads share.",
+    ),
     accept("--no-query-key-layer-scaling", MODEL, "switch", "Query-key layer scaling is never on."),
     later("--no-position-embedding", MODEL, "switch", "use --position-embedding-type none, or rope."),
-    later("--qk-layernorm", MODEL, "switch"),
     later("--apply-layernorm-1p", MODEL, "switch", "use --normalization LayerNorm."),
     later("--apply-query-key-layer-scaling", MODEL, "switch", "use --bf16, which does not need it."),
     later(

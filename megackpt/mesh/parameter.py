@@ -28,9 +28,8 @@ class ParameterRecord:
     global_shape: tuple[int, ...]
     name: str = ""  # in the whole model, the same at every layout
     shard_dim: int | None = None  # cut contiguously over tp along this dimension; None: replicated
-    partial_under_sp: bool = (
-        False  # with sequence parallel each tp rank holds only a part of the gradient's sum
-    )
+    partial: bool = False  # each tp rank holds only a part of the gradient's sum: that of its heads
+    partial_under_sp: bool = False  # ... with sequence parallel, that of its part of the sequence
     tied: bool = False  # a second copy lives on another pipeline stage
     counted: bool = True  # this copy counts in norms (False for the last stage's copy of a tied weight)
     decay: bool = True  # weight decay applies
@@ -68,6 +67,7 @@ def annotate(
     *,
     global_shape: tuple[int, ...] | None = None,
     shard_dim: int | None = None,
+    partial: bool = False,
     partial_under_sp: bool = False,
     tied: bool = False,
     counted: bool = True,
@@ -84,6 +84,7 @@ def annotate(
     record = ParameterRecord(
         global_shape=tuple(global_shape if global_shape is not None else parameter.shape),
         shard_dim=shard_dim,
+        partial=partial,
         partial_under_sp=partial_under_sp,
         tied=tied,
         counted=counted,

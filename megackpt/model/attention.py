@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megackpt.config.model import ModelConfig
 from megackpt.model.core import fused_core, unfused_core
 from megackpt.model.documents import Documents
+from megackpt.model.head_norm import HeadNorm, norm_heads
 from megackpt.model.norm import make_norm
 from megackpt.model.residual import Residual, gather_step, reduce_step
 from megackpt.model.rope import rope_tables, unpack
@@ -37,6 +38,10 @@ class Attention(nn.Module):
             std=config.init_method_std,
             bias=config.add_bias_linear,
         )
+        self.normed = config.qk_layernorm
+        if self.normed:
+            self.q_norm = HeadNorm(config, tp, f"{name}.q_norm")
+            self.k_norm = HeadNorm(config, tp, f"{name}.k_norm")
         self.proj = RowLinear(
             tp,
             heads * d,
@@ -61,6 +66,7 @@ class Attention(nn.Module):
             ("attn.norm", self.norm),  # [s/t, b, h]
             *gather_step("attn.gather", self.tp),  # [s, b, h]
             ("attn.qkv", self._project),  # [s, b, g/t, r + 2, d], or unpacked to [s, b, (a + 2g)/t, d]
+            *((("attn.qknorm", self._norm_heads),) if self.normed else ()),  # likewise
             *((("attn.rope", rotate),) if self.rotated else ()),  # [s, b, (a + 2g)/t, d]
             ("attn.core", core),  # [s, b, a d / t]
             ("attn.proj", self.proj),  # [s, b, h], partial
@@ -69,8 +75,23 @@ class Attention(nn.Module):
         return step.branch(x, steps, ("attn.residual", self.residual))
 
     def _project(self, x: Tensor) -> Tensor:
+        packed = self.packed(x)
+        return packed if self.normed else self._unpacked(packed)
+
+    def packed(self, x: Tensor) -> Tensor:
+        """[s, b, h] -> queries, keys and values by group, [s, b, g/t, r + 2, d]."""
         y = self.qkv(x)
-        packed = y.view(*y.shape[:2], self.groups, -1, self.config.kv_channels)  # [s, b, g/t, r + 2, d]
+        return y.view(*y.shape[:2], self.groups, -1, self.config.kv_channels)
+
+    def _norm_heads(self, packed: Tensor) -> Tensor:
+        return self._unpacked(self.norm_heads(packed))
+
+    def norm_heads(self, packed: Tensor) -> Tensor:
+        """Queries and keys normed, where the model does so."""
+        return norm_heads(packed, self.q_norm, self.k_norm, self.config.norm_epsilon) if self.normed else packed
+
+    def _unpacked(self, packed: Tensor) -> Tensor:
+        """As the core wants it, unless the rotation is still to come."""
         return packed if self.rotated or packed.shape[3] == 3 else unpack(packed, None)
 
     def _rotate(self, packed: Tensor, documents: Documents | None = None) -> Tensor:

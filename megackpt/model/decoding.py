@@ -81,8 +81,7 @@ class Decoder:
     def _attend(self, attention: Attention, memory: _Memory, x: Tensor) -> Tensor:
         """The attention half of a layer, [s, b, h] -> [s, b, h], with every earlier position in sight."""
         start, end = self.length, self.length + x.shape[0]
-        packed = attention.qkv(attention.norm(x))  # [s, b, (a + 2g) d / t]
-        packed = packed.view(*packed.shape[:2], attention.groups, -1, attention.config.kv_channels)
+        packed = attention.norm_heads(attention.packed(attention.norm(x)))  # [s, b, g/t, r + 2, d]
         tables = attention.tables[:, start:end] if attention.rotated else None
         heads, groups = unpack(packed, tables).permute(1, 2, 0, 3), attention.groups  # [b, (a + 2g)/t, s, d]
         query, key, value = heads.split((heads.shape[1] - 2 * groups, groups, groups), dim=1)

@@ -24,6 +24,7 @@ def model_numbers(config: RunConfig, vocab: int) -> ModelNumbers:
         padded_vocab=m.padded_vocab_size(vocab, config.parallel.tensor),
         seq=m.seq_length,
         norm=m.normalization,
+        qk_norm=m.qk_layernorm,
         positions=m.position_embedding_type,
         max_positions=m.max_position_embeddings,
         rotary_share=m.rotary_percent,

@@ -196,10 +196,10 @@ class GradientBuffer(GradientSink):
 
     # -- buckets and shards --------------------------------------------------------------------------------------
 
-    @property
-    def partial(self) -> Tensor:
-        """The slice of the gradients that are partial over tp under sequence parallelism."""
-        return self.flat[self.layout.bounds[self.layout.first_partial] :]
+    def partial(self, sequence_parallel: bool) -> Tensor:
+        """The slice of the gradients that are partial over tp."""
+        layout = self.layout
+        return self.flat[layout.bounds[layout.first_partial if sequence_parallel else layout.first_always] :]
 
     @cached_property
     def buckets(self) -> tuple[Tensor, ...]:
@@ -256,7 +256,8 @@ def _add_narrow_product(main: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def _member(parameter: Parameter, record: ParameterRecord) -> Member:
-    return Member(parameter.numel(), record.partial_under_sp, record.tied, record.tied and not record.counted)
+    partial, early = record.partial or record.partial_under_sp, record.tied and not record.counted
+    return Member(parameter.numel(), partial, record.partial, record.tied, early)
 
 
 def _check_uniform(parameters: list[tuple[Parameter, ParameterRecord]]) -> None:

@@ -1,6 +1,7 @@
 """From the sums of one rank to the gradients of the step.
 
-    1. over tp     the partial gradients, if sequence parallelism left each rank a part of the sequence in them
+    1. over tp     the partial gradients: each rank has the part of its heads and, under sequence parallelism, of its
+                   part of the sequence
     2. over dp     bucket by bucket: one all-reduce, or with a sharded optimizer one reduce-scatter
     3. over pp     a tied weight, first and last stage only
     4. times `scale`
@@ -41,7 +42,7 @@ class GradientReduction:
         if buffer.dp.size != mesh.dp.size:
             raise ValueError(f"a buffer over {buffer.dp.size} data-parallel ranks on a mesh with {mesh.dp.size}")
         self.buffer, self.mesh = buffer, mesh
-        self._sum_partial = sequence_parallel and mesh.tp.size > 1
+        self._partial = buffer.partial(sequence_parallel) if mesh.tp.size > 1 else buffer.flat[:0]
         self._overlap = overlap and buffer.dp.size > 1
         self._launched = 0
         self._works: list[dist.Work] = []
@@ -79,8 +80,8 @@ class GradientReduction:
         buffer, mesh = self.buffer, self.mesh
         if self._overlap:
             self._learn()
-        if self._sum_partial and buffer.partial.numel():
-            dist.all_reduce(buffer.partial, group=mesh.tp.group)
+        if self._partial.numel():
+            dist.all_reduce(self._partial, group=mesh.tp.group)
         if buffer.dp.size > 1:
             for bucket in range(self._launched, len(buffer.buckets)):
                 self._launch(bucket)

@@ -4,12 +4,13 @@ A buffer is cut into buckets, and a bucket is what one collective of data parall
 optimizer, one gathers).  Parameters follow each other in the order in which a backward finishes them, which is the
 order of the model reversed, so that the first bucket can be on its way while the backward goes on::
 
-    [ tied | head ... last layer ][ ... ][ ... layer 0 ][ tied ][ partial under sequence parallel ]
+    [ tied | head ... last layer ][ ... ][ ... layer 0 ][ tied ][ partial under sequence parallel ][ partial ]
 
 * A **tied** parameter is a bucket of its own: its two copies lie on two stages between other neighbours, and only
   alone do both have the same place in a collective, that is, the same order of summation and the same shards.  The
   output layer's copy is finished first, the embedding's last.
-* **Partial** gradients, which are first summed over tp, come last and stand together: one collective for all.
+* **Partial** gradients, which are first summed over tp, come last and stand together: one collective for all.  Last
+  of all stand those that are partial without sequence parallelism too, so that either mode sums one piece.
 * Every bucket ends at a parameter and is filled up to a multiple of `ALIGNMENT` elements per data-parallel rank, also
   where nothing is sharded: an element's place in a collective, and with it the order in which a ring adds it up, must
   not depend on how the optimizer is spread.
@@ -45,6 +46,7 @@ class Member:
 
     numel: int
     partial: bool = False  # its gradient is summed over tp first, under sequence parallelism
+    always: bool = False  # of partial ones: without it as well
     tied: bool = False  # another stage holds a copy
     early: bool = False  # of tied ones: the copy that a backward finishes first
 
@@ -58,6 +60,7 @@ class BufferLayout:
         buckets: of each bucket the numbers of its parameters, in the order of their places.
         bounds: bucket k is [bounds[k], bounds[k + 1]).
         first_partial: number of the first bucket of partial gradients (of buckets, if there is none).
+        first_always: of those that are partial without sequence parallelism too.
         ranks: data-parallel ranks; a bucket divides into so many shards.
     """
 
@@ -65,6 +68,7 @@ class BufferLayout:
     buckets: tuple[tuple[int, ...], ...]
     bounds: tuple[int, ...]
     first_partial: int
+    first_always: int
     ranks: int
 
     @property
@@ -96,17 +100,19 @@ def lay_out(members: Sequence[Member], bucket_size: int, ranks: int) -> BufferLa
         *_filled([i for i in backward if not members[i].tied and not members[i].partial], members, bucket_size),
         *([i] for i in backward if members[i].tied and not members[i].early),
     ]
-    partial = _filled([i for i in backward if members[i].partial], members, bucket_size)
+    partial = _filled([i for i in backward if members[i].partial and not members[i].always], members, bucket_size)
+    first_partial, first_always = len(groups), len(groups) + len(partial)
+    groups += [*partial, *_filled([i for i in backward if members[i].always], members, bucket_size)]
     unit = ALIGNMENT * ranks
     offsets, bounds = [0] * len(members), [0]
-    for group in (*groups, *partial):
+    for group in groups:
         place = bounds[-1]
         for i in group:
             offsets[i] = place
             place += -(-members[i].numel // ALIGNMENT) * ALIGNMENT
         bounds.append(-(-place // unit) * unit)
-    buckets = tuple(tuple(group) for group in (*groups, *partial))
-    return BufferLayout(tuple(offsets), buckets, tuple(bounds), len(groups), ranks)
+    buckets = tuple(tuple(group) for group in groups)
+    return BufferLayout(tuple(offsets), buckets, tuple(bounds), first_partial, first_always, ranks)
 
 
 def _filled(order: Sequence[int], members: Sequence[Member], bucket_size: int) -> list[list[int]]:

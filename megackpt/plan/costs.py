@@ -114,9 +114,30 @@ def _narrow_product(rows: int, columns: int, x: Widths) -> int:
 
 def _qkv(model: ModelNumbers, layout: Layout, x: Widths) -> Row:
     row = _product(layout, x, x.hidden, x.packed, column=True)
-    if not model.rotated and model.kv_heads != model.heads:  # lays queries, keys and values side by side as well
+    if _unpacks(model) and not model.qk_norm:
         row["workspace_bytes"] = row["output_bytes"]
     return row
+
+
+def _unpacks(model: ModelNumbers) -> bool:
+    """Whether queries, keys and values are laid side by side without being rotated."""
+    return not model.rotated and model.kv_heads != model.heads
+
+
+def _head_norm(model: ModelNumbers, x: Widths) -> Row:
+    """See model/head_norm.py: three copies of queries and keys at a time in backward, in the wide type."""
+    size, numbers = x.rows * x.packed * x.act, x.rows * (x.packed + x.queries) // 2
+    biased = model.norm == "LayerNorm"
+    row = x.rows * (x.packed + x.queries) // 2 // model.head_size * x.wide
+    group, weight = (model.heads // model.kv_heads + 1) * model.head_size, model.head_size
+    kept = weight * (2 * x.act if x.act != x.wide else x.act)  # of a weight's gradients what is not a part of `group`
+    return {
+        "output_bytes": size,
+        "internal_bytes": row * (1 + biased),
+        "workspace_bytes": max(numbers * x.wide if x.act != x.wide else 0, size if _unpacks(model) else 0),
+        "backward_workspace_bytes": 3 * numbers * x.wide + row + (group * x.wide + kept) * (1 + biased),
+        "bytes_moved": 2 * size,
+    }
 
 
 def _folds(model: ModelNumbers, layout: Layout) -> bool:
@@ -249,6 +270,7 @@ def _block(model: ModelNumbers, layout: Layout, x: Widths) -> dict[str, Row]:
         "attn.norm": _norm(model, layout, x),
         "attn.gather": _gather(x),
         "attn.qkv": _qkv(model, layout, x),
+        "attn.qknorm": _head_norm(model, x),
         "attn.rope": _rope(model, x),
         "attn.core": _core(model, layout, x),
         "attn.proj": _product(layout, x, x.queries, x.hidden, column=False, strided=strided),

@@ -33,6 +33,7 @@ class ModelNumbers:
     padded_vocab: int
     seq: int
     norm: str = "LayerNorm"
+    qk_norm: bool = False  # of every query and key over its own channels
     positions: str = "learned_absolute"
     max_positions: int = 0  # rows of a learned position embedding; 0: seq
     rotary_share: float = 1.0

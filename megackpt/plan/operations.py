@@ -27,6 +27,9 @@ def operations(name: str, model: ModelNumbers, layout: Layout) -> Counts:
         return _core(model, layout)
     if step == "dropout":
         return (9, 2) if model.hidden_dropout else (0, 0)
+    if name == "attn.qknorm":
+        forward, backward = (21, 40) if model.norm == "LayerNorm" else (17, 31)
+        return (forward, backward) if layout.act_bytes == layout.wide_bytes else (forward + 2, backward + 3)
     if name == "attn.rope":
         return (44, 45) if layout.act_bytes == layout.wide_bytes else (48, 49)
     if name == "mlp.act":

@@ -52,7 +52,8 @@ def layer_parameters(model: ModelNumbers, t: int) -> ParameterCount:
     up = model.ffn * (2 if model.gated else 1) // t
     weights = model.hidden * (packed + queries + up + model.ffn // t)
     column, row = (packed + up, 2 * model.hidden) if model.biases else (0, 0)
-    return ParameterCount(weights + column, row) + norm_parameters(model).times(2)
+    heads = sum(member.numel for member in _head_norm_members(model))
+    return ParameterCount(weights + column, row + heads) + norm_parameters(model).times(2)
 
 
 def embedding_parameters(model: ModelNumbers, t: int) -> ParameterCount:
@@ -117,8 +118,14 @@ def _layer_members(model: ModelNumbers, t: int) -> list[Member]:
     def row(inputs: int) -> list[Member]:
         return [Member(inputs * model.hidden)] + [Member(model.hidden, partial=True)] * model.biases
 
-    norm = _norm_members(model)
-    return [*norm, *column(packed), *row(queries), *norm, *column(up), *row(ffn)]
+    norm, heads = _norm_members(model), _head_norm_members(model)
+    return [*norm, *column(packed), *heads, *row(queries), *norm, *column(up), *row(ffn)]
+
+
+def _head_norm_members(model: ModelNumbers) -> list[Member]:
+    """Of queries and of keys."""
+    each = 2 if model.norm == "LayerNorm" else 1
+    return [Member(model.head_size, partial=True, always=True)] * (2 * each * model.qk_norm)
 
 
 def stage_state(model: ModelNumbers, layout: Layout, stage: int) -> StateBytes:

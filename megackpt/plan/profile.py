@@ -124,7 +124,9 @@ class Profile:
 
 def absent_steps(model: ModelNumbers, layout: Layout) -> frozenset[str]:
     """Steps of the table that this model and layout do not have."""
-    absent = {"attn.qknorm"}
+    absent = set[str]()
+    if not model.qk_norm:
+        absent.add("attn.qknorm")
     if not layout.sequence_parallel:
         absent |= {"attn.gather", "mlp.gather", "head.gather"}
     if layout.t == 1:

@@ -125,7 +125,7 @@ def test_false_takes_a_switch_back(tmp_path: Path) -> None:
         ("sed: 1", "unknown flag sed. Did you mean --seed?"),
         ("seeds: {seed: 1}", "unknown section 'seeds'."),
         ("modl: {num-layers: 1}", "unknown section 'modl'. Did you mean model?"),
-        ("qk-layernorm: true", "--qk-layernorm is not available in this version."),
+        ("use-torch-fsdp2: true", "--use-torch-fsdp2 is not available in this version."),
         ("seed: yes", "--seed takes an integer; got True."),
         ("seed: [1, 2]", "--seed takes one value; got 1 2."),
         ("bf16: 1", "--bf16 is a switch: give it alone, or with =true or =false; got 1."),
@@ -215,10 +215,10 @@ def test_accepted_flags_make_one_line() -> None:
 
 
 def test_ignore_unsupported_warns_instead(tmp_path: Path) -> None:
-    result = parsed("--qk-layernorm --padded-vocab-size 512 --num-experts 8 --ignore-unsupported")
+    result = parsed("--use-torch-fsdp2 --padded-vocab-size 512 --num-experts 8 --ignore-unsupported")
     assert result.config == run()
     assert result.notices == (
-        "warning: ignored, --qk-layernorm is not available in this version.",
+        "warning: ignored, --use-torch-fsdp2 is not available in this version.",
         "warning: ignored, --padded-vocab-size 512 is not available in this version: use --vocab-size and"
         " --make-vocab-size-divisible-by.",
         "warning: ignored, --num-experts 8 is not part of megackpt: models are dense: leave it out.",
@@ -226,7 +226,7 @@ def test_ignore_unsupported_warns_instead(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="^unknown flag --zzz"):
         run("--zzz 3 --ignore-unsupported")
     file = tmp_path / "a.yaml"
-    file.write_text("ignore-unsupported: true\nqk-layernorm: true\n")
+    file.write_text("ignore-unsupported: true\nuse-torch-fsdp2: true\n")
     assert run(f"--config {file}") == run()
 
 
@@ -248,8 +248,8 @@ def test_from_flags_takes_python_values() -> None:
         }
     )
     assert config == run()
-    with pytest.raises(UsageError, match="--qk-layernorm is not available"):
-        RunConfig.from_flags({"qk-layernorm": True})
+    with pytest.raises(UsageError, match="--use-torch-fsdp2 is not available"):
+        RunConfig.from_flags({"use-torch-fsdp2": True})
 
 
 def test_a_typical_megatron_launch_script_is_understood() -> None:

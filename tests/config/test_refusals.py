@@ -8,8 +8,8 @@ from megackpt.config.errors import UsageError
 from tests.config.base import run
 
 BLOCK_MODULES = (
-    "core_attn, layernorm, mlp, attn.norm, attn.gather, attn.qkv, attn.rope, attn.core, mlp.norm, mlp.gather, mlp.up,"
-    " mlp.act"
+    "core_attn, layernorm, mlp, attn.norm, attn.gather, attn.qkv, attn.qknorm, attn.rope, attn.core, mlp.norm,"
+    " mlp.gather, mlp.up, mlp.act"
 )
 
 # (flags of T0 left out, flags added, processes, message)
@@ -485,6 +485,12 @@ TABLE = [
     ),
     (
         "",
+        "--recompute-granularity selective --recompute-modules attn.qknorm",
+        1,
+        "--recompute-modules attn.qknorm needs --qk-layernorm: this model norms no heads.",
+    ),
+    (
+        "",
         "--recompute-granularity selective --recompute-modules attn.rope",
         1,
         "--recompute-modules attn.rope contradicts --position-embedding-type learned_absolute: this model rotates"
@@ -793,7 +799,7 @@ def test_counts_may_be_zero_and_not_less(flag: str) -> None:
             "--context-parallel-size 2 is not available in this version: use"
             " --tensor-model-parallel-size with --sequence-parallel.",
         ),
-        ("--qk-layernorm", "--qk-layernorm is not available in this version."),
+        ("--use-torch-fsdp2", "--use-torch-fsdp2 is not available in this version."),
         ("--num-experts 8", "--num-experts 8 is not part of megackpt: models are dense: leave it out."),
         ],
 )
@@ -809,14 +815,14 @@ def test_refused_flag_says_so_and_what_to_use(line: str, message: str) -> None:
 
 def test_all_bad_names_are_named_at_once() -> None:
     with pytest.raises(UsageError) as caught:
-        run("--qk-layernorm --num-layer 4 --deepspeed --zero-stage 1 --lr high")
+        run("--use-torch-fsdp2 --num-layer 4 --deepspeed --zero-stage 1 --lr high")
     assert str(caught.value).splitlines() == [
         "this command line cannot be used:",
         "  unknown flag --num-layer. Did you mean --num-layers?",
         "  --lr takes a number; got 'high'.",
-        "  --qk-layernorm is not available in this version.",
+        "  --use-torch-fsdp2 is not available in this version.",
         "  --deepspeed is not part of megackpt: there is no DeepSpeed engine: leave it out, and give sizes and batches"
         " by flags.",
-        "  --zero-stage 1 is not part of megackpt: optimizer state is not sharded: leave it out.",
+        "  --zero-stage 1 is not part of megackpt: stage 1 is --use-distributed-optimizer; there are no others.",
         "  --ignore-unsupported runs without refused flags; docs/flags.md lists all flags.",
     ]

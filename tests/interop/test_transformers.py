@@ -33,6 +33,8 @@ CASES: dict[str, dict[str, Any]] = {
     | {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 10, "max_position_embeddings": 16384}
     | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
     | {"rope_scaling": LLAMA3, "rope_theta": 500000.0},
+    "qwen3 6/2, head 14": SIZES
+    | {"num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 14, "max_position_embeddings": 61},
     "llama 6/3, linear": SIZES
     | {"num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 61}
     | {"rope_scaling": {"rope_type": "linear", "factor": 3.0}},
@@ -41,9 +43,9 @@ CASES: dict[str, dict[str, Any]] = {
 
 def model_of(name: str) -> Any:
     """A model of that shape whose every parameter is random (biases and norms too)."""
-    family = "GPT2" if name == "gpt2" else "Llama"
-    config = getattr(transformers, f"{family}Config")(**CASES[name])
-    model = getattr(transformers, "GPT2LMHeadModel" if name == "gpt2" else "LlamaForCausalLM")(config)
+    kind = {"gpt2": ("GPT2Config", "GPT2LMHeadModel"), "qwen3": ("Qwen3Config", "Qwen3ForCausalLM")}
+    config, made = kind.get(name.split()[0], ("LlamaConfig", "LlamaForCausalLM"))
+    model = getattr(transformers, made)(getattr(transformers, config)(**CASES[name]))
     generator = torch.Generator().manual_seed(9)
     for key, parameter in model.named_parameters():
         one = key.endswith("weight") and ("norm" in key or "ln_" in key)

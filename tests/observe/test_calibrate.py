@@ -154,13 +154,14 @@ def test_a_prediction_on_shared_cores() -> None:
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_operations_are_those_of_the_model(family: str, fused: bool, dropout: float) -> None:
     """Within two (a step alone also hands its inputs' gradients over) or a quarter: one view more is no other price."""
-    config = shape(family, num_layers=1, fused_attention=fused, attention_dropout=dropout, hidden_dropout=dropout)
+    drops = {"attention_dropout": dropout, "hidden_dropout": dropout}
+    config = shape(family, num_layers=1, fused_attention=fused, qk_layernorm=fused, **drops)
     llama = family == "llama"
     model = ModelNumbers(
         1, H, A, 3 if llama else A, H // A, F, VOCAB, 384, S, norm="RMSNorm" if llama else "LayerNorm",
         positions="rope" if llama else "learned_absolute", biases=not llama, tied=not llama,
         activation="swiglu" if llama else "gelu", hidden_dropout=dropout, attention_dropout=dropout,
-        fused_attention=fused,
+        fused_attention=fused, qk_norm=fused,
     )  # fmt: skip
     layout = Layout.even(1, micro_batch=B, act_bytes=4, device="cpu")
     subject = Subject(config)

@@ -70,16 +70,24 @@ def test_layout_is_the_order_of_a_backward_and_partial_gradients_are_last() -> N
     assert [entry.record.name for entry in buffer.entries] == ["up", "word", "unused", "norm"]
     assert [entry.bucket for entry in buffer.entries] == [0, 0, 1, 1]
     assert [bucket.numel() for bucket in buffer.buckets] == [48 + 80, 16 + 16]  # 36, 66, 5 and 6, filled up to 16
-    assert buffer.flat.shape == (160,) and buffer.partial.shape == (32,)
+    assert buffer.flat.shape == (160,) and buffer.partial(True).shape == (32,)
     buffer.flat.copy_(torch.arange(160.0))
     got = buffer.gradients()
-    assert got["up"][1, 2, 5] == 35 and got["word"][0, 0] == 48 and got["unused"][0] == buffer.partial[0] == 128
-    assert got["norm"][-1] == buffer.partial[21] == 149
+    assert got["up"][1, 2, 5] == 35 and got["word"][0, 0] == 48 and got["unused"][0] == buffer.partial(True)[0] == 128
+    assert got["norm"][-1] == buffer.partial(True)[21] == 149
 
 
 @pytest.mark.parametrize(("partial", "size"), [(False, 0), (True, 16)])
 def test_partial_slice_when_no_or_every_parameter_is_partial(partial: bool, size: int) -> None:
-    assert buffer_of({"a": torch.zeros(3)}, a={"partial_under_sp": partial}).partial.numel() == size
+    buffer = buffer_of({"a": torch.zeros(3)}, a={"partial_under_sp": partial})
+    assert (buffer.partial(True).numel(), buffer.partial(False).numel()) == (size, 0)
+
+
+def test_what_is_partial_without_sequence_parallelism_stands_last() -> None:
+    names = {name: torch.zeros(3) for name in "abc"}
+    buffer = buffer_of(names, b={"partial": True}, c={"partial_under_sp": True})
+    assert [entry.record.name for entry in buffer.entries] == ["a", "c", "b"]
+    assert (buffer.partial(True).numel(), buffer.partial(False).numel()) == (32, 16)
 
 
 class Operations(TorchDispatchMode):

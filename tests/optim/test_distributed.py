@@ -40,6 +40,7 @@ RECORDS = {
         ParameterRecord((6, 8), "layers.0.down.weight", shard_dim=1),
         ParameterRecord((6,), "layers.0.down.bias", partial_under_sp=True, decay=False),
         ParameterRecord((3, 4), "layers.1.router.weight"),  # replicated, its gradient whole on every rank
+        ParameterRecord((5,), "layers.1.head_norm.weight", partial=True, decay=False),
         ParameterRecord((6,), "final_norm.weight", partial_under_sp=True, decay=False),
     )
 }
@@ -100,7 +101,8 @@ def accumulate(buffer: GradientBuffer, mesh: ProcessMesh, sequence_parallel: boo
     for entry in buffer.entries:
         copy = 1 if entry.record.name == WORD and mesh.pp.index > 0 else 0
         part = local_shard(whole_part(entry.record.name, mesh.dp.index, copy), entry.record, mesh.tp)
-        if entry.record.partial_under_sp and sequence_parallel and mesh.tp.size > 1:
+        partial = entry.record.partial or (entry.record.partial_under_sp and sequence_parallel)
+        if partial and mesh.tp.size > 1:
             shares = torch.arange(1, 2 * mesh.tp.size, 2, dtype=torch.float64)
             part = part * shares[mesh.tp.index] / shares.sum()
         (entry.parameter * part.to(entry.parameter.dtype)).sum().backward()
@@ -143,7 +145,7 @@ def reduced_step(
         "params_norm": params_norm([(e.parameter, e.record) for e in buffer.entries], mesh),
         "in_finish": in_finish,
         "in_norm": in_norm,
-        "partial": buffer.partial.numel(),
+        "partial": buffer.partial(sequence_parallel).numel(),
         "buckets": [bucket.numel() for bucket in buffer.buckets],
         "stage": mesh.pp.index,
     }
@@ -164,7 +166,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("tp", "dp", "pp", "sequence_parallel"), LAYOUTS)
 def test_gradients_norm_and_collectives(tp: int, dp: int, pp: int, sequence_parallel: bool) -> None:
-    """TP-01, TE-03, TE-04, LS-12: gathered gradients and norms to 1e-12, one collective per axis."""
+    """TP-01, TP-03, TE-03, TE-04, LS-12: gathered gradients and norms to 1e-12, one collective per axis."""
     results = run_distributed(reduced_step, tp * dp * pp, tp, dp, pp, sequence_parallel)
     for result in results:
         for name, gradient in result["gradients"].items():
@@ -174,7 +176,7 @@ def test_gradients_norm_and_collectives(tp: int, dp: int, pp: int, sequence_para
         assert result["params_norm"] == pytest.approx(start_norm(), rel=1e-12)
 
         buckets = result["buckets"] if dp > 1 else []
-        expected = [result["partial"]] * (sequence_parallel and tp > 1) + buckets + [12 // tp * 6] * (pp > 1)
+        expected = [result["partial"]] * (tp > 1 and result["partial"] > 0) + buckets + [12 // tp * 6] * (pp > 1)
         assert result["in_finish"] == expected
         assert result["in_norm"] == ([tp * pp * dp * 3] if tp * pp > 1 else [])
 

@@ -15,7 +15,7 @@ from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, built, layouts,
 from tests.pool import run_distributed
 
 CUT = {"num-layers": 5, "micro-batch-size": 1, "params-dtype": "fp64", "recompute-granularity": "full"}
-FAMILIES = {"gpt": SMALL_GPT | CUT, "llama": SMALL_LLAMA | CUT}
+FAMILIES = {"gpt": SMALL_GPT | CUT, "llama": SMALL_LLAMA | CUT | {"qk-layernorm": True}}
 START = Layout(tp=2, pp=2, vp=2)
 SIX = Position(2, 8)  # after two steps of four samples
 

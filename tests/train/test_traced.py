@@ -89,6 +89,8 @@ def test_loss_in_parts(chunk: int) -> None:
         ("llama", {"disable_bias_linear": False}),
         ("llama", {"rotary_percent": 0.5, "swiglu": False, "squared_relu": True}),
         ("llama", {"num_query_groups": 8}),
+        ("llama", {"qk_layernorm": True}),
+        ("gpt", {"qk_layernorm": True, "num_query_groups": 2, "group_query_attention": True}),
     ],
 )
 def test_shapes_between_the_families(family: str, changes: dict[str, object]) -> None:

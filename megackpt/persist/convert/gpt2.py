@@ -44,6 +44,7 @@ def _write(model: ModelConfig, vocab: int) -> dict[str, Any]:
             "--normalization RMSNorm": model.normalization != "LayerNorm",
             f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type
             != "learned_absolute",
+            "--qk-layernorm": model.qk_layernorm,
             "--swiglu": model.swiglu,
             "--squared-relu": model.squared_relu,
             "--disable-bias-linear": not model.add_bias_linear,

@@ -18,11 +18,11 @@ from megackpt.config.errors import UsageError
 from megackpt.persist.agree import CheckpointError
 from megackpt.persist.convert.families import Entry, Family
 from megackpt.persist.convert.gpt2 import GPT2
-from megackpt.persist.convert.llama import LLAMA
+from megackpt.persist.convert.llama import LLAMA, QWEN3
 from megackpt.persist.convert.weights import Make, Weights, shapes
 from megackpt.persist.tensor_file import DTYPES
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (GPT2, LLAMA)}
+FAMILIES: Mapping[str, Family] = {family.name: family for family in (GPT2, LLAMA, QWEN3)}
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HEAD = "lm_head.weight"  # the one tensor outside of the family's prefix
 
@@ -38,7 +38,7 @@ def read_folder(folder: str | Path) -> Weights:
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:
         raise UsageError(
-            f"{folder}: model_type {config.get('model_type')!r} cannot be converted; {' and '.join(FAMILIES)} can"
+            f"{folder}: model_type {config.get('model_type')!r} cannot be converted; {', '.join(FAMILIES)} can"
         )
     model, vocab = family.read(config)
     files = _Files(folder, family)
@@ -134,7 +134,9 @@ def write_folder(
     folder, dtype = Path(folder), dtype or weights.dtype
     if folder.exists() and any(folder.iterdir() if folder.is_dir() else [folder]):
         raise UsageError(f"{folder} exists already: give a new folder")
-    family = GPT2 if weights.model.position_embedding_type == "learned_absolute" else LLAMA
+    family = QWEN3 if weights.model.qk_layernorm else LLAMA
+    if weights.model.position_embedding_type == "learned_absolute":
+        family = GPT2
     config = family.write(weights.model, weights.vocab) | {"torch_dtype": str(dtype).removeprefix("torch.")}
     temporary = folder.with_name(f".{folder.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)

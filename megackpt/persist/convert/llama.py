@@ -1,4 +1,7 @@
-"""Llama as Hugging Face stores it: separate projections, a gate beside the MLP's first product, rotated halves."""
+"""Llama as Hugging Face stores it: separate projections, a gate beside the MLP's first product, rotated halves.
+
+Qwen 3 is Llama with queries and keys normed by head.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from megackpt.persist.convert.weights import join_qkv, split_qkv
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
-def _read(config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
+def _read(config: Mapping[str, Any], *, normed: bool = False) -> tuple[ModelConfig, int]:
     must_be(config, "hidden_act", "silu", "swish")
     must_be(config, "sliding_window", None)
     heads, hidden = int(needed(config, "num_attention_heads")), int(needed(config, "hidden_size"))
@@ -36,6 +39,7 @@ def _read(config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         vocab_size=vocab,
         position_embedding_type="rope",
         normalization="RMSNorm",
+        qk_layernorm=normed,
         norm_epsilon=float(config.get("rms_norm_eps", 1e-6)),
         swiglu=True,
         add_bias_linear=bool(config.get("attention_bias")) or bool(config.get("mlp_bias")),
@@ -46,6 +50,11 @@ def _read(config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
         **_rotation(config),
     )
     return model, vocab
+
+
+def _read_qwen3(config: Mapping[str, Any]) -> tuple[ModelConfig, int]:
+    must_be(config, "use_sliding_window", False)
+    return _read({"head_dim": 128, **config}, normed=True)
 
 
 def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -69,8 +78,9 @@ def _rotation(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _write(model: ModelConfig, vocab: int) -> dict[str, Any]:
     inexpressible(
-        "llama",
+        "qwen3" if model.qk_layernorm else "llama",
         {
+            "biases (leave them out with --disable-bias-linear)": model.qk_layernorm and model.add_bias_linear,
             "--normalization LayerNorm": model.normalization != "RMSNorm",
             f"--position-embedding-type {model.position_embedding_type}": model.position_embedding_type != "rope",
             "an MLP without --swiglu": not model.swiglu,
@@ -84,9 +94,10 @@ def _write(model: ModelConfig, vocab: int) -> dict[str, Any]:
         scaling = {"rope_type": "llama3", "factor": model.rope_scaling_factor, **_LLAMA3}
     elif model.rotary_interpolation != 1.0:
         scaling = {"rope_type": "linear", "factor": model.rotary_interpolation}
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
+    name: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    if model.qk_layernorm:
+        name = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False}
+    return name | {
         "hidden_act": "silu",
         "num_hidden_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -116,6 +127,10 @@ def _entries(model: ModelConfig) -> list[Entry]:
             plain(f"{ours}attn.norm.weight", f"{theirs}input_layernorm.weight"),
             plain(f"{ours}mlp.norm.weight", f"{theirs}post_attention_layernorm.weight"),
         ]
+        if model.qk_layernorm:
+            entries += [
+                plain(f"{ours}attn.{part}_norm.weight", f"{theirs}self_attn.{part}_norm.weight") for part in "qk"
+            ]
         for kind in kinds:
             absent = kind == "bias"  # a model may have biases in attention only
             heads = tuple(f"{theirs}self_attn.{part}_proj.{kind}" for part in "qkv")
@@ -141,3 +156,4 @@ def _unpair(pair: Tensor) -> tuple[Tensor, ...]:
 
 
 LLAMA = Family("llama", _read, _write, _entries, "model.", (".rotary_emb.inv_freq",))
+QWEN3 = Family("qwen3", _read_qwen3, _write, _entries, "model.", ())

@@ -196,6 +196,7 @@ _FIELDS = (
     _Field("normalization", "normalization"),
     _Field("norm_epsilon", "layernorm_epsilon"),
     _Field("norm_epsilon", "norm_epsilon"),
+    _Field("qk_layernorm", "qk_layernorm"),
     _Field("swiglu", "swiglu"),
     _Field("squared_relu", "squared_relu"),
     _Field("add_bias_linear", "add_bias_linear"),
@@ -203,7 +204,7 @@ _FIELDS = (
     _Field("attention_dropout", "attention_dropout"),
     _Field("init_method_std", "init_method_std"),
 )
-_ABSENT = ("num_experts", "multi_latent_attention", "qk_layernorm", "apply_layernorm_1p", "add_qkv_bias")
+_ABSENT = ("num_experts", "multi_latent_attention", "apply_layernorm_1p", "add_qkv_bias")
 
 
 def _model(args: argparse.Namespace) -> ModelConfig:

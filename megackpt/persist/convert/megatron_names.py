@@ -26,6 +26,8 @@ _COLUMN, _ROW = 0, 1
 _MODULES: dict[str, tuple[tuple[str, ...], int | None, int | None]] = {
     "attn.norm": (("input_layernorm", "input_norm", "self_attention.linear_qkv.layer_norm"), None, None),
     "attn.qkv": (("self_attention.query_key_value", "self_attention.linear_qkv", "attention.query_key_value"), 0, 0),
+    "attn.q_norm": (("self_attention.q_layernorm",), None, None),
+    "attn.k_norm": (("self_attention.k_layernorm",), None, None),
     "attn.proj": (("self_attention.dense", "self_attention.linear_proj", "attention.dense"), _ROW, None),
     "mlp.norm": (
         ("post_attention_layernorm", "post_attention_norm", "pre_mlp_layernorm", "mlp.linear_fc1.layer_norm"),

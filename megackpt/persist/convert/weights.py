@@ -71,6 +71,8 @@ def shapes(model: ModelConfig, vocab: int) -> dict[str, tuple[int, ...]]:
             "mlp.up": ((*pair, f, h), (*pair, f) if bias else None),
             "mlp.down": ((h, f), (h,) if bias else None),
         }
+        if model.qk_layernorm:
+            layer |= dict.fromkeys(("attn.q_norm", "attn.k_norm"), ((d,), (d,) if offset else None))
         for name, (weight, extra) in layer.items():
             found[f"layers.{i}.{name}.weight"] = weight
             if extra is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -43,6 +45,7 @@ MODELS = {
     "gpt2": GPT2,
     "llama 6 heads 3 kv": llama(),
     "llama 8 heads 2 kv, biases, tied": llama(8, 2, 14, bias=True, tied=True),
+    "qwen3 6 heads 2 kv": replace(llama(6, 2, 14), qk_layernorm=True),
 }
 
 

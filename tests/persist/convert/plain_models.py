@@ -1,5 +1,5 @@
-"""GPT-2 and Llama written plainly from their papers over tensors with Hugging Face's names: an oracle for converted
-weights that knows nothing of ours."""
+"""GPT-2, Llama and Qwen 3 written plainly from their papers over tensors with Hugging Face's names: an oracle for
+converted weights that knows nothing of ours."""
 
 from __future__ import annotations
 
@@ -59,6 +59,8 @@ def llama(w: Mapping[str, Tensor], config: Mapping[str, Any], ids: Tensor) -> Te
         at = f"model.layers.{i}"
         y = norm(x, f"{at}.input_layernorm")
         parts = [linear(y, f"{at}.self_attn.{name}_proj").unflatten(-1, (-1, d)).transpose(0, 1) for name in "qkv"]
+        if config["model_type"] == "qwen3":
+            parts[:2] = (norm(part, f"{at}.self_attn.{name}_norm") for part, name in zip(parts, "qk", strict=False))
         q, k, v = rotate(parts[0]), rotate(parts[1]), parts[2]
         k, v = (part.repeat_interleave(q.shape[0] // groups, 0) for part in (k, v))
         x = x + linear(attention(q, k, v).transpose(0, 1).flatten(1), f"{at}.self_attn.o_proj")

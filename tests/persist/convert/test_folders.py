@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,10 @@ def test_config_says_what_the_model_does(tmp_path: Path) -> None:  # CV-05
     wanted = {"hidden_act": "silu", "rms_norm_eps": 3e-6, "rope_theta": 50000.0, "head_dim": 10}
     wanted |= {"attention_bias": False, "torch_dtype": "bfloat16"}
     wanted |= {"num_key_value_heads": 3, "tie_word_embeddings": False, "rope_scaling": None}
+    assert {name: config[name] for name in wanted} == wanted
+    write_folder(tmp_path / "qwen3", weights_of(replace(llama(), qk_layernorm=True)))
+    config = json.loads((tmp_path / "qwen3" / "config.json").read_text())
+    wanted = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"], "use_sliding_window": False, "head_dim": 10}
     assert {name: config[name] for name in wanted} == wanted
 
 
@@ -105,7 +110,7 @@ def test_grouped_rows(tmp_path: Path) -> None:  # CV-01
 
 
 REFUSED = [
-    ({"model_type": "bert"}, UsageError, "model_type 'bert' cannot be converted; gpt2 and llama can"),
+    ({"model_type": "bert"}, UsageError, "model_type 'bert' cannot be converted; gpt2, llama, qwen3 can"),
     ({"hidden_act": "gelu"}, UsageError, "hidden_act 'gelu' is not something this model does; it does 'silu'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, UsageError, "of type 'yarn'"),
     ({"num_hidden_layers": 4}, UsageError, "has tensors that a llama model here has not: layers.4.input_layernorm"),
@@ -143,6 +148,10 @@ def test_what_a_family_cannot_express_is_named(tmp_path: Path) -> None:
     )  # fmt: skip
     with pytest.raises(UsageError, match="cannot express: --squared-relu, --disable-bias-linear"):
         write_folder(tmp_path / "a", weights_of(squared))
+    with pytest.raises(UsageError, match="a gpt2 model of Hugging Face cannot express: --qk-layernorm"):
+        write_folder(tmp_path / "a", weights_of(replace(GPT2, qk_layernorm=True)))
+    with pytest.raises(UsageError, match="a qwen3 model of Hugging Face cannot express: biases"):
+        write_folder(tmp_path / "a", weights_of(replace(llama(bias=True), qk_layernorm=True)))
 
 
 def test_memory_is_one_tensor_not_the_model(tmp_path: Path) -> None:

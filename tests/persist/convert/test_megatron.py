@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import types
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ CORE = {
     "attn.norm": "self_attention.linear_qkv.layer_norm_",
     "attn.qkv": "self_attention.linear_qkv",
     "attn.proj": "self_attention.linear_proj",
+    "attn.q_norm": "self_attention.q_layernorm",
+    "attn.k_norm": "self_attention.k_layernorm",
     "mlp.norm": "mlp.linear_fc1.layer_norm_",
     "mlp.up": "mlp.linear_fc1",
     "mlp.down": "mlp.linear_fc2",
@@ -42,7 +45,7 @@ SPLIT = {"attn.qkv": (0, 0), "attn.proj": (1, None), "mlp.up": (0, 0), "mlp.down
 def arguments(model: ModelConfig, **more: object) -> argparse.Namespace:
     names = ("num_layers", "hidden_size", "num_attention_heads", "seq_length", "kv_channels", "ffn_hidden_size")
     names += ("max_position_embeddings", "normalization", "norm_epsilon", "swiglu", "add_bias_linear", "rotary_base")
-    names += ("position_embedding_type", "hidden_dropout", "attention_dropout")
+    names += ("position_embedding_type", "hidden_dropout", "attention_dropout", "qk_layernorm")
     return argparse.Namespace(
         **{name: getattr(model, name) for name in names},
         group_query_attention=model.num_query_groups != model.num_attention_heads,
@@ -140,6 +143,7 @@ CASES = {
     "gpt2, version 1, tp 2": (GPT2, 2, WHOLE, False, 1.0),
     "gpt2, core names, tp 2 pp 2 uneven": (GPT2, 2, [[range(2)], [range(2, 5)]], True, 3.0),
     "llama, core names, tp 3": (llama(), 3, WHOLE, True, 3.0),
+    "heads normed, tp 2": (replace(llama(6, 2), qk_layernorm=True), 2, WHOLE, True, 3.0),
     "llama, two chunks on two stages": (
         llama(8, 2, bias=True),
         2,
