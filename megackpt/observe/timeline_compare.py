@@ -46,10 +46,8 @@ class Shown:
 
 
 def shown(record: Record) -> Shown:
-    """The step of median length. Raises ValueError for a record without actions."""
-    steps = {iteration: step for iteration, step in record.steps.items() if step.events}
-    if not steps:
-        raise ValueError("the record has no actions")
+    """The step of median length. Raises ValueError for a record without a whole step."""
+    steps = record.whole
     ordered = sorted(steps, key=lambda iteration: (steps[iteration].seconds, iteration))
     chosen = ordered[(len(ordered) - 1) // 2]
     step = steps[chosen]

@@ -6,6 +6,7 @@ The simulator and a real run write the same list, so that prediction and reality
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -33,8 +34,7 @@ class Event:
     saved_bytes: int = 0  # activations that all open tapes of the rank hold after the action
 
     def __post_init__(self) -> None:
-        if self.end_s < self.start_s:
-            raise ValueError(f"event {self.action} on rank {self.rank} ends at {self.end_s}, before {self.start_s}")
+        _check_times(f"event {self.action} on rank {self.rank}", self.start_s, self.end_s)
 
     @property
     def action(self) -> Action:
@@ -68,8 +68,12 @@ class Span:
     size_bytes: int = 0  # of what a collective moved, on this rank
 
     def __post_init__(self) -> None:
-        if self.end_s < self.start_s:
-            raise ValueError(f"{self.kind} {self.name} on rank {self.rank} ends at {self.end_s}, before {self.start_s}")
+        _check_times(f"{self.kind} {self.name} on rank {self.rank}", self.start_s, self.end_s)
+
+
+def _check_times(what: str, start_s: float, end_s: float) -> None:
+    if not start_s <= end_s < math.inf:
+        raise ValueError(f"{what} ends at {end_s}, before {start_s}")
 
 
 @dataclass
@@ -99,6 +103,18 @@ class Record:
     about: dict[str, Any]
     steps: dict[int, StepRecord] = field(default_factory=dict)  # by iteration
 
+    @property
+    def whole(self) -> dict[int, StepRecord]:
+        """The steps that every stage has written: a run that was ended may have got further on some of its ranks.
+
+        Raises ValueError where there is none.
+        """
+        stages = set(range(self.about["stages"]))
+        steps = {i: step for i, step in self.steps.items() if {event.stage for event in step.events} == stages}
+        if not steps:
+            raise ValueError(f"no step has actions of all {len(stages)} stages")
+        return steps
+
     def write(self, folder: str | Path) -> None:
         """The whole record, by one process (a run's ranks write their own files with `write_rank`)."""
         ranks = sorted({event.rank for step in self.steps.values() for event in step.events})
@@ -115,23 +131,26 @@ class Record:
 
     @staticmethod
     def read(folder: str | Path) -> Record:
-        """Raises ValueError, or OSError, saying what is wrong with the folder."""
+        """Raises ValueError, TypeError or KeyError, or OSError, saying what is wrong with the folder."""
         folder = Path(folder)
         about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-        if not isinstance(about, dict) or about.get("version") != VERSION:
+        if not isinstance(about, dict) or about.get("version") != VERSION or type(about.get("stages")) is not int:
             raise ValueError(f"{folder / ABOUT} is not that of an event record, version {VERSION}")
         record = Record(about)
         files = sorted(folder.glob("rank_*.jsonl"))
         if not files:
             raise ValueError(f"{folder} has no rank_*.jsonl")
         for file in files:
-            for line in file.read_text(encoding="utf-8").splitlines():
-                entry = json.loads(line)
-                step = record.steps.setdefault(int(entry["iteration"]), StepRecord())
-                if "event" in entry:
-                    step.events.append(Event.from_json(entry["event"]))
-                else:
-                    step.spans.append(Span(**entry["span"]))
+            for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+                try:
+                    entry = json.loads(line)
+                    step = record.steps.setdefault(int(entry["iteration"]), StepRecord())
+                    if "event" in entry:
+                        step.events.append(Event.from_json(entry["event"]))
+                    else:
+                        step.spans.append(Span(**entry["span"]))
+                except (ValueError, TypeError, KeyError, RecursionError) as error:
+                    raise ValueError(f"line {number} of {file.name}: {error}") from error
         return record
 
 

@@ -32,7 +32,7 @@ def test_a_folder_without_a_record_is_refused(tmp_path: Path) -> None:
     (tmp_path / "record.json").write_text('{"version": 0}')
     with pytest.raises(ValueError, match="is not that of an event record, version 1"):
         Record.read(tmp_path)
-    (tmp_path / "record.json").write_text('{"version": 1}')
+    (tmp_path / "record.json").write_text('{"version": 1, "stages": 2}')
     with pytest.raises(ValueError, match="has no rank_"):
         Record.read(tmp_path)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megackpt.cli.main import main
-from megackpt.plan.events import Record
+from megackpt.plan.events import Event, Record, StepRecord
 from megackpt.plan.schedule import interleaved, one_f_one_b
 from tests.layouts import SMALL_LLAMA, Flags, Layout, train_all, words
 from tests.pool import run_distributed
@@ -78,6 +78,54 @@ def test_prediction_and_run_are_compared(tmp_path: Path, capsys: pytest.CaptureF
     slices = Counter((e["pid"], e["cat"]) for e in trace if e["ph"] == "X")
     assert slices[0, "forward"] == slices[1, "forward"] == 2 * MICRO_BATCHES
     assert slices[0, "replay"] == 2 * MICRO_BATCHES and slices[1, "collective"] > 0
+
+
+def _written(folder: Path, stages: int = 2) -> Path:
+    """A record of iterations 3 and 4, in which every stage computes one second."""
+    steps = {i: StepRecord([Event(s, s, "F", 0, 0, i + s, i + s + 1.0) for s in range(stages)]) for i in (3, 4)}
+    folder.mkdir()
+    Record({"kind": "measured", "name": "run", "stages": stages}, steps).write(folder)
+    return folder
+
+
+def test_a_run_that_was_ended_is_shown_as_far_as_it_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stage 1 had not yet written iteration 4; one that wrote nothing at all leaves nothing to show."""
+    ended = _written(tmp_path / "ended") / "rank_00001.jsonl"
+    ended.write_text(ended.read_text().splitlines()[0] + "\n")
+    assert main(["compare", str(ended.parent), str(_written(tmp_path / "three", 3))]) == 0
+    said = capsys.readouterr().out
+    assert "A: run (iteration 3 of 3 to 3)" in said and "The two have different numbers of stages." in said
+    ended.unlink()
+    with pytest.raises(SystemExit) as end:
+        main(["compare", str(ended.parent), str(ended.parent)])
+    assert end.value.code == 2 and "no step has actions of all 2 stages" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"iteration": 3', "line 1 of rank_00001.jsonl: Expecting"),
+        (b'{"iteration": 3, "event": {"end_s": 1}}', "line 1 of rank_00001.jsonl: Event.__init__() missing"),
+        (b'{"iteration": 3, "event": {%s, "end_s": NaN}}', "event F0.0 on rank 1 ends at nan, before 3.5"),
+        (b'{"iteration": 3, "event": {%s, "end_s": Infinity}}', "event F0.0 on rank 1 ends at inf, before 3.5"),
+        (b'{"iteration": 3, "event": {%s, "end_s": "x"}}', "'<=' not supported between"),
+        (b'{"iteration": 3, "event": {%s, "end_s": 4, "kind": "Q"}}', "action kind 'Q' is none of F, B, W"),
+        (b"[" * 100_000, "line 1 of rank_00001.jsonl: maximum recursion"),
+        (b"\xff", "'utf-8' codec can't decode"),
+    ],
+)
+def test_a_damaged_record_is_refused(
+    content: bytes, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = b'"rank": 1, "stage": 1, "kind": "F", "micro_batch": 0, "chunk": 0, "start_s": 3.5'
+    (_written(tmp_path / "run") / "rank_00001.jsonl").write_bytes(content.replace(b"%s", fields))
+    with pytest.raises(SystemExit) as end:
+        main(["compare", str(tmp_path / "run"), str(tmp_path / "run")])
+    assert end.value.code == 2
+    assert f"{tmp_path / 'run'} is not the folder of an event record: " in (text := capsys.readouterr().err)
+    assert said in text
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
