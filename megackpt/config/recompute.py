@@ -43,6 +43,8 @@ STEPS = (
 MODULES = (*MEGATRON_MODULES, *STEPS)
 CONSUMERS = ("attn.proj", "attn.reduce", "attn.residual", "mlp.down", "mlp.reduce", "mlp.residual")
 """Steps that selective cannot drop: nothing saved depends on them, or they are the boundaries that stay."""
+MOST_GIB = 1_000_000
+"""Of a budget: no rank has a pebibyte, but bytes are often given where GiB are meant."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +107,9 @@ class RecomputeConfig:
     def _check_auto(self) -> None:
         if self.memory_budget_gib is not None:
             above_zero("--memory-budget-gib", self.memory_budget_gib)
+            if self.memory_budget_gib > MOST_GIB:
+                got = f"{self.memory_budget_gib:g}"
+                raise UsageError(f"--memory-budget-gib is the memory of one rank, at most {MOST_GIB:,}; got {got}.")
         for flag, given in (("--memory-budget-gib", self.memory_budget_gib), ("--recompute-adapt", self.adapt or None)):
             if given is not None and self.granularity != "auto":
                 value = "" if given is True else f" {given:g}"

@@ -255,7 +255,10 @@ def recorder(trainer: Trainer, first: int) -> TimelineRecorder | None:
         return None
     about = {"name": f"{trainer.plan.name} on {mesh.world_size} ranks", "stages": mesh.pp.size}
     steps = logging.timeline_steps
-    return TimelineRecorder(logging.timeline, mesh.rank, mesh.pp.index, first=first, steps=steps, about=about)
+    try:
+        return TimelineRecorder(logging.timeline, mesh.rank, mesh.pp.index, first=first, steps=steps, about=about)
+    except OSError as error:
+        raise UsageError(f"--timeline {logging.timeline} cannot be written: {error.strerror or error}") from error
 
 
 def place(mesh: ProcessMesh) -> str:

@@ -38,6 +38,12 @@ TABLE = [
     ),
     (
         "",
+        "--recompute-granularity auto --memory-budget-gib 85899345920",
+        1,
+        "--memory-budget-gib is the memory of one rank, at most 1,000,000; got 8.58993e+10.",
+    ),
+    (
+        "",
         "--memory-budget-gib 2.5 --recompute-granularity full",
         1,
         "--memory-budget-gib 2.5 contradicts --recompute-granularity full, which says itself what is kept: use"

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from megackpt.cli.main import main
+from megackpt.config.errors import UsageError
 from megackpt.plan.events import Event, Record, StepRecord
 from megackpt.plan.schedule import interleaved, one_f_one_b
-from tests.layouts import SMALL_LLAMA, Flags, Layout, train_all, words
+from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, train_all, words
 from tests.pool import run_distributed
 
 RUN: Flags = SMALL_LLAMA | {"num-layers": 4, "global-batch-size": 8, "train-iters": 5, "recompute-granularity": "full"}
@@ -78,6 +79,19 @@ def test_prediction_and_run_are_compared(tmp_path: Path, capsys: pytest.CaptureF
     slices = Counter((e["pid"], e["cat"]) for e in trace if e["ph"] == "X")
     assert slices[0, "forward"] == slices[1, "forward"] == 2 * MICRO_BATCHES
     assert slices[0, "replay"] == 2 * MICRO_BATCHES and slices[1, "collective"] > 0
+
+
+def _refused(rank: int, world_size: int, flags: Flags, layout: Layout) -> str:
+    with pytest.raises(UsageError) as refusal:
+        train_all(rank, world_size, flags, layout)
+    return str(refusal.value)
+
+
+def test_a_folder_that_cannot_be_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    flags = SMALL_GPT | {"timeline": str(tmp_path / "file" / "run")}
+    said = run_distributed(_refused, 2, flags, Layout(pp=2))
+    assert said == [f"--timeline {tmp_path}/file/run cannot be written: Not a directory"] * 2
 
 
 def _written(folder: Path, stages: int = 2) -> Path:
