@@ -8,8 +8,10 @@ from torch import Tensor, nn
 from megackpt.config.parallel import ParallelConfig
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.process_mesh import ProcessMesh
+from megackpt.mesh.sink import GradientSink
 from megackpt.pipeline import ChunkSpecs, StageResult, TensorSpec, chunk_specs, pieces
 from megackpt.plan.split import even_split
+from megackpt.tensor.linear import linear
 
 ROWS, WIDTH, LAYERS = 3, 5, 6
 SPEC = TensorSpec((ROWS, WIDTH), torch.float64)
@@ -41,10 +43,19 @@ def batch(micro_batch: int) -> Tensor:
 
 
 class Stage(nn.Module):
-    """Layers of one stage; called as the executor calls."""
+    """Layers of one stage; called as the executor calls.  With a sink the products are those of our linear."""
 
-    def __init__(self, stage: int, stages: int, micro_batches: int, chunks: int = 1, layers: int = LAYERS) -> None:
+    def __init__(
+        self,
+        stage: int,
+        stages: int,
+        micro_batches: int,
+        chunks: int = 1,
+        layers: int = LAYERS,
+        sink: GradientSink | None = None,
+    ) -> None:
         super().__init__()
+        self.sink = sink
         self.pieces = pieces(even_split(layers, stages, chunks))[stage]
         self.layers = nn.ModuleDict({str(i): layer(i) for piece in self.pieces for i in piece.layers})
         self.micro_batches = micro_batches
@@ -53,7 +64,8 @@ class Stage(nn.Module):
         piece = self.pieces[chunk]
         (x,) = (batch(micro_batch),) if piece.is_first else received
         for index in piece.layers:
-            x = x + torch.tanh(self.layers[str(index)](x))
+            block = self.layers[str(index)]
+            x = x + torch.tanh(block(x) if self.sink is None else linear(x, block.weight, block.bias, self.sink))
         if not piece.is_last:
             return (x,)
         loss = x.square().mean()

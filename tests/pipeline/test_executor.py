@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megackpt.mesh.deferred import DeferredSink
+from megackpt.mesh.sink import AutogradSink
 from megackpt.pipeline import Executor, NoTape, StageResult, TensorSpec
 from megackpt.plan.events import Event
-from megackpt.plan.schedule import Action, gpipe, one_f_one_b
+from megackpt.plan.schedule import Action, gpipe, one_f_one_b, zero_bubble
 from tests.pipeline.chain import LAYERS, SPEC, Stage, batch, boundary_specs, by_hand, pipeline_mesh
 from tests.pool import run_distributed
 
@@ -29,7 +31,8 @@ def counts(stages: int) -> list[int]:
 def train_chain(rank: int, stages: int, runs: list[tuple[int, Any, bool]]) -> list[dict[str, Any]]:
     mesh, results = pipeline_mesh(stages), []
     for micro_batches, schedule, overlap in runs:
-        stage = Stage(rank, stages, micro_batches)
+        deferred = DeferredSink(AutogradSink())
+        stage = Stage(rank, stages, micro_batches, sink=deferred)
         executor = Executor(
             mesh,
             stage,
@@ -37,18 +40,21 @@ def train_chain(rank: int, stages: int, runs: list[tuple[int, Any, bool]]) -> li
             schedule=schedule,
             timeout_s=20,
             overlap=overlap,
+            deferred=deferred,
         )
         before = executor.run(micro_batches, forward_only=True)
         assert not stage.gradients()
         trained = executor.run(micro_batches)
+        assert deferred.waiting_bytes() == 0
         results.append({"evaluated": before, "trained": trained, "gradients": stage.gradients()})
     return results
 
 
-@pytest.mark.parametrize("stages", [1, 2, 4])
+@pytest.mark.parametrize("stages", [1, 2, 3, 4])
 def test_losses_and_gradients_are_those_of_the_uncut_chain(stages: int) -> None:
-    runs = [(n, schedule, True) for n in counts(stages) for schedule in (one_f_one_b, gpipe)]
-    runs += [(2 * stages + 1, one_f_one_b, False)]
+    """PP-02: fewer micro-batches than stages, as many, more."""
+    runs = [(n, schedule, True) for n in counts(stages) for schedule in (one_f_one_b, gpipe, zero_bubble)]
+    runs += [(2 * stages + 1, schedule, False) for schedule in (one_f_one_b, zero_bubble)]
     by_rank = run_distributed(train_chain, stages, runs)
     for (micro_batches, _, _), *results in zip(runs, *by_rank, strict=True):
         losses, gradients = by_hand(micro_batches)

@@ -59,7 +59,7 @@ def train_chain(rank: int, stages: int, chunks: int, runs: list[int]) -> list[di
 
 @pytest.mark.parametrize(
     ("stages", "chunks"),
-    [(2, 2), (2, 3), (4, 2), pytest.param(3, 2, marks=pytest.mark.full), pytest.param(4, 3, marks=pytest.mark.full)],
+    [(2, 2), (2, 3), (4, 2), *(pytest.param(*pair, marks=pytest.mark.full) for pair in ((3, 2), (3, 3), (4, 3)))],
 )
 def test_numbers_and_order_for_any_number_of_micro_batches(stages: int, chunks: int) -> None:
     """PP-02 for the interleaved schedule; 1e-12 to the uncut chain in fp64."""

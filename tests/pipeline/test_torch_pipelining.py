@@ -16,11 +16,10 @@ from torch.distributed.pipelining import (
 )
 
 from megackpt.mesh.deferred import DeferredSink
-from megackpt.mesh.sink import AutogradSink, GradientSink
-from megackpt.pipeline import Executor, StageResult
+from megackpt.mesh.sink import AutogradSink
+from megackpt.pipeline import Executor
 from megackpt.plan.events import Event
 from megackpt.plan.schedule import Action, generator
-from megackpt.tensor.linear import linear
 from tests.pipeline.chain import SPEC, Stage, batch, boundary_specs, pipeline_mesh
 from tests.pool import run_distributed
 
@@ -31,25 +30,6 @@ TORCH = {
     "interleaved": ScheduleInterleaved1F1B,
     "zb-h1": ScheduleInterleavedZeroBubble,
 }
-
-
-class OurStage(Stage):
-    """The chain with our linear, whose weight gradients go to a sink."""
-
-    def __init__(self, *args: Any, sink: GradientSink) -> None:
-        super().__init__(*args)
-        self.sink = sink
-
-    def forward(self, chunk: int, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...] | StageResult:
-        piece = self.pieces[chunk]
-        (x,) = (batch(micro_batch),) if piece.is_first else received
-        for index in piece.layers:
-            layer = self.layers[str(index)]
-            x = x + torch.tanh(linear(x, layer.weight, layer.bias, self.sink))
-        if not piece.is_last:
-            return (x,)
-        loss = x.square().mean() / self.micro_batches
-        return StageResult(loss, {"loss": loss * self.micro_batches})
 
 
 class Chunk(nn.Module):
@@ -89,7 +69,7 @@ Side = tuple[list[Action], dict[str, Tensor]]
 
 def ours(rank: int, stages: int, name: str, chunks: int, micro_batches: int) -> Side:
     sink = DeferredSink(AutogradSink())
-    stage = OurStage(rank, stages, micro_batches, chunks, DEEP, sink=sink)
+    stage = Stage(rank, stages, micro_batches, chunks, DEEP, sink)
     executor = Executor(
         pipeline_mesh(stages, chunks),
         stage,
@@ -140,12 +120,22 @@ def most_held(actions: list[Action]) -> int:
     return most
 
 
+def all_that_torch_runs(p: int) -> list[tuple[str, int, int]]:
+    """Of the grid: 1F1B from p micro-batches on, the others with multiples of p."""
+    cases = [("1f1b", 1, n) for n in (p, p + 1, 2 * p + 1)]
+    for n in (p, 2 * p, 3 * p):
+        cases += [("zb-h1", 1, n), ("interleaved", 2, n), ("interleaved", 3, n)]
+    return cases
+
+
 @pytest.mark.parametrize(
     ("stages", "cases"),
     [
         (2, [("1f1b", 1, 5), ("gpipe", 1, 3), ("interleaved", 2, 4), ("interleaved", 3, 6), ("zb-h1", 1, 6)]),
         (4, [("1f1b", 1, 9), ("interleaved", 2, 8), ("zb-h1", 1, 8)]),
+        *(pytest.param(p, all_that_torch_runs(p), marks=pytest.mark.full) for p in (2, 3, 4)),
     ],
+    ids=["2", "4", "all-2", "all-3", "all-4"],
 )
 def test_order_in_flight_and_gradients(stages: int, cases: list[tuple[str, int, int]]) -> None:
     """The same micro-batches in the same order on every rank; gradients within 1e-12 in fp64."""

@@ -74,12 +74,15 @@ def test_every_small_layout_runs_each_layer_once_or_is_refused() -> None:
 
 
 def test_no_small_layout_deadlocks_and_all_hold_what_the_formula_says() -> None:
-    for p, v, n in itertools.product(range(1, 5), range(1, 4), range(1, 10)):
+    """Up to 4 stages of 3 chunks with any small number of micro-batches, and 8 stages with those of the grid."""
+    grid = [*itertools.product(range(1, 5), range(1, 4), range(1, 10))]
+    grid += itertools.product((8,), range(1, 4), (1, 7, 8, 9, 17))
+    for p, v, n in grid:
         for name in ("1f1b", "gpipe", "zb-h1") if v == 1 else ("interleaved",):
             lists = schedule_lists(name, p, n, v)
             expected = [most_in_flight(name, p, stage, n, v) for stage in range(p)]
             held = check_schedule(lists)
-            assert held == list(run(name, p, n, v).peak_bytes)
+            assert held == check_schedule(lists, overlap=True) == list(run(name, p, n, v).peak_bytes)
             if v == 1 or n % p == 0:
                 assert held == expected
             else:
