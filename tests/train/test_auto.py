@@ -244,10 +244,22 @@ def test_a_sharded_optimizer_under_auto() -> None:
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    "layout", [Layout(), Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2, sp=True), Layout(pp=2, vp=2)], ids=str
+    "layout",
+    [
+        Layout(), Layout(pp=2), Layout(pp=4), Layout(tp=2, pp=2, sp=True), Layout(pp=2, vp=2), Layout(pp=2, vp=3),
+    ],
+    ids=str,
 )
 def test_a_wider_model_within_one_percent(layout: Layout) -> None:
-    check(GPT | WIDE | {"num-layers": 5, "max-position-embeddings": 64}, layout, 0.01)
+    layers = 7 if layout.vp == 3 else 5
+    check(GPT | WIDE | {"num-layers": layers, "max-position-embeddings": 64}, layout, 0.01)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_wider_model_within_one_percent_under_zero_bubble() -> None:
+    zero: Flags = {"num-layers": 5, "max-position-embeddings": 64, "pipeline-schedule": "zb-h1"}
+    check(GPT | WIDE | zero, Layout(pp=2), 0.01)
 
 
 @pytest.mark.full

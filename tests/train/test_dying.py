@@ -45,21 +45,44 @@ def table(text: str) -> dict[int, str]:
     return {int(rank): words for rank, words in rows}
 
 
-CASES = [
+TENSOR: Flags = STAGES | {"tensor-model-parallel-size": 2}
+ZERO: Flags = STAGES | {"pipeline-schedule": "zb-h1"}
+CASES: list[tuple[int, int, str, Flags, str | None]] = [
     (2, 1, "F2.0 compute", STAGES, "recv for B2.0 from rank 1"),
-    (4, 1, "update", STAGES | {"tensor-model-parallel-size": 2}, None),
-    pytest.param(2, 1, "B1.0 compute", STAGES, "recv for B1.0 from rank 1", marks=pytest.mark.full),
-    pytest.param(2, 1, "F3.0 recv", STAGES, "recv for B2.0 from rank 1", marks=pytest.mark.full),
-    pytest.param(2, 0, "F1.0 send", STAGES, "recv for F1.0 from rank 0", marks=pytest.mark.full),
-    pytest.param(2, 0, "B0.0 recv", STAGES, "from rank 0", marks=pytest.mark.full),
-    pytest.param(2, 0, "F1.1 compute", CHUNKS, "from rank 0", marks=pytest.mark.full),
-    pytest.param(2, 1, "B0.0 compute", CHUNKS, "from rank 1", marks=pytest.mark.full),
-    pytest.param(4, 2, "F0.0 compute", STAGES | {"tensor-model-parallel-size": 2}, None, marks=pytest.mark.full),
-    pytest.param(4, 3, "B2.0 send", STAGES | {"tensor-model-parallel-size": 2}, None, marks=pytest.mark.full),
+    (4, 1, "update", TENSOR, None),
 ]
+# Each rank at each kind of action; the survivor waits for a message of the dead one, or for its own to be taken.
+FULL: list[tuple[int, int, str, Flags, str | None]] = [
+    (2, 0, "F1.0 compute", STAGES, "recv for F1.0 from rank 0"),
+    (2, 0, "F1.0 send", STAGES, "recv for F1.0 from rank 0"),
+    (2, 0, "B0.0 recv", STAGES, "from rank 0"),
+    (2, 0, "B1.0 compute", STAGES, "rank 0"),
+    (2, 1, "F3.0 recv", STAGES, "recv for B2.0 from rank 1"),
+    (2, 1, "B1.0 compute", STAGES, "recv for B1.0 from rank 1"),
+    (2, 1, "B1.0 send", STAGES, "rank 1"),
+    (2, 0, "F1.1 recv", CHUNKS, "rank 0"),
+    (2, 0, "F1.1 compute", CHUNKS, "from rank 0"),
+    (2, 0, "B0.1 send", CHUNKS, "rank 0"),
+    (2, 1, "F0.0 send", CHUNKS, "rank 1"),
+    (2, 1, "B0.0 recv", CHUNKS, "rank 1"),
+    (2, 1, "B0.0 compute", CHUNKS, "rank 1"),
+    (2, 0, "W0.0 compute", ZERO, "rank 0"),
+    (2, 1, "B2.0 compute", ZERO, "rank 1"),
+    (2, 1, "W0.0 compute", ZERO, "rank 1"),
+    (4, 2, "F0.0 compute", TENSOR, None),
+    (4, 3, "B2.0 send", TENSOR, None),
+]
+CASES_OF_ALL = [*CASES, *(pytest.param(*case, marks=pytest.mark.full) for case in FULL)]
 
 
-@pytest.mark.parametrize(("ranks", "victim", "place", "flags", "waits"), CASES)
+def _place(value: object) -> str | None:
+    """A part of a test's name."""
+    if isinstance(value, dict):
+        return "zb" if value == ZERO else "v2" if value == CHUNKS else ""
+    return str(value)
+
+
+@pytest.mark.parametrize(("ranks", "victim", "place", "flags", "waits"), CASES_OF_ALL, ids=_place)
 def test_a_killed_rank_ends_the_job_with_its_name(
     ranks: int, victim: int, place: str, flags: Flags, waits: str | None
 ) -> None:
@@ -81,12 +104,19 @@ def test_an_exception_in_one_rank_ends_the_job() -> None:  # OP-03
 
 
 @pytest.mark.full
-def test_a_rank_that_stands_still_ends_the_job_after_the_time_out() -> None:
+@pytest.mark.parametrize(
+    ("how", "row", "limit"),
+    [
+        ("sleep", r"iteration 2, recv for F3\.0 from rank 0 for [\d.]+ s; last completed: ", 40),
+        ("freeze", "no sign of life; ", 70),  # the launcher asks it to end, and kills it 30 s later
+    ],
+)
+def test_a_rank_that_stands_still_ends_the_job_after_the_time_out(how: str, row: str, limit: float) -> None:
     flags = STAGES | {"distributed-timeout-minutes": 0.1}
-    text, seconds = outcome(start(2, 1, "sleep", "F3.0 recv", flags))
+    text, seconds = outcome(start(2, 1, how, "F3.0 recv", flags))
     assert re.search(r"rank 0 \(stage 0 of 2\): recv for B2\.0 from rank 1 failed after 6\.\d s", text)
-    assert re.match(r"iteration 2, recv for F3\.0 from rank 0 for [\d.]+ s; last completed: ", table(text)[1])
-    assert 6 < seconds < 40
+    assert re.match(row, table(text)[1])
+    assert 6 < seconds < limit
 
 
 def test_no_rank_outlives_its_launcher() -> None:
