@@ -53,8 +53,8 @@ CASES: list[tuple[int, int, str, Flags, str | None]] = [
 ]
 # Each rank at each kind of action; the survivor waits for a message of the dead one, or for its own to be taken.
 FULL: list[tuple[int, int, str, Flags, str | None]] = [
-    (2, 0, "F1.0 compute", STAGES, "recv for F1.0 from rank 0"),
-    (2, 0, "F1.0 send", STAGES, "recv for F1.0 from rank 0"),
+    (2, 0, "F1.0 compute", STAGES, "rank 0"),
+    (2, 0, "F1.0 send", STAGES, "rank 0"),
     (2, 0, "B0.0 recv", STAGES, "from rank 0"),
     (2, 0, "B1.0 compute", STAGES, "rank 0"),
     (2, 1, "F3.0 recv", STAGES, "recv for B2.0 from rank 1"),
