@@ -93,6 +93,7 @@ class StepPrices:
     weight_seconds: float = 0.0
     mask_bytes: int = 0  # kept by every save-set that keeps more than the layer input
     shared_gathers: bool = True
+    held: frozenset[str] = frozenset()  # steps whose output is one of their internals, and counted among those
     absent: tuple[str, ...] = field(init=False)
     _present: tuple[Step, ...] = field(init=False, repr=False, compare=False, default=())
     _cache: dict[SaveSet, tuple[str, ...]] = field(init=False, repr=False, compare=False, default_factory=dict)
@@ -107,7 +108,7 @@ class StepPrices:
 
     def replayed(self, save_set: SaveSet) -> tuple[str, ...]:
         if save_set not in self._cache:
-            self._cache[save_set] = replayed_steps(save_set, self.absent)
+            self._cache[save_set] = replayed_steps(save_set, self.absent, self.held)
         return self._cache[save_set]
 
     def kept_bytes(self, save_set: SaveSet) -> int:
@@ -120,7 +121,8 @@ class StepPrices:
             wanted = any(
                 step.name in reader.reads and (reader.saves_input or reader.name in names) for reader in self._present
             )
-            if decision.output == KEEP and wanted:
+            inside = step.name in self.held and decision.internals == KEEP
+            if decision.output == KEEP and wanted and not inside:
                 kept += price.output_bytes
             if decision.internals == KEEP and step.has_internals:
                 kept += price.internal_bytes
@@ -134,6 +136,8 @@ class StepPrices:
 
     def _rebuilt(self, name: str, save_set: SaveSet) -> int:
         price, decision = self.steps[name], save_set[name]
+        if name in self.held and decision.internals != KEEP:
+            return price.internal_bytes
         return price.output_bytes * (decision.output != KEEP) + price.internal_bytes * (decision.internals != KEEP)
 
     def forward_transient_bytes(self) -> int:

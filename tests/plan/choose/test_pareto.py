@@ -8,7 +8,7 @@ import pytest
 
 from megackpt.plan.choose.pareto import group_items, layer_items, priced, prune, save_sets
 from megackpt.plan.choose.prices import PICO, StepPrices
-from megackpt.plan.decision import SaveSet
+from megackpt.plan.decision import Decision, SaveSet
 from tests.plan.choose.layer import FIGURES, small_prices
 from tools.bench_planner import MIB, layer_prices
 
@@ -90,6 +90,21 @@ def test_rope_may_be_rebuilt_from_a_kept_product() -> None:
     assert len(set(sets)) == 512
     both = [s for s in sets if {"attn.qkv"} == kept_names(s)]
     assert "attn.rope" in rope.replayed(both[0]) and "attn.qkv" not in rope.replayed(both[0])
+
+
+def test_an_output_that_is_an_internal_stays_with_the_others_and_counts_once() -> None:
+    """As a fused core's: the decision to drop the output alone neither frees nor replays anything."""
+    apart = small_prices()
+    core = replace(apart.steps["attn.core"], internal_bytes=3)  # its output's 2 among them
+    fused = replace(apart, steps={**apart.steps, "attn.core": core}, held=frozenset({"attn.core"}))
+    everything, no_output = SaveSet(), SaveSet({"attn.core": Decision("replay", "keep")})
+    assert fused.replayed(no_output) == () and apart.replayed(no_output) == ("attn.core",)
+    assert fused.kept_bytes(no_output) == fused.kept_bytes(everything) == apart.kept_bytes(everything)
+    assert fused.replay_seconds(no_output) == fused.replay_seconds(everything)
+    assert fused.transient_bytes(no_output) == 0
+    dropped = SaveSet({"attn.core": Decision("replay", "replay")})
+    assert fused.kept_bytes(dropped) == fused.kept_bytes(everything) - 3
+    assert fused.transient_bytes(dropped) == 3 and fused.replayed(dropped) == ("attn.core",)
 
 
 def test_pruning_keeps_one_of_equals_and_nothing_that_is_beaten() -> None:
