@@ -2,11 +2,12 @@
 
     python tools/bench_recompute.py                      all parts, about five minutes on a quiet machine
     python tools/bench_recompute.py --parts host         host time added per replayed step and layer
+    python tools/bench_recompute.py --parts none         what a tape costs that does nothing
     python tools/bench_recompute.py --json bench.json    the settings and every single run
     python tools/bench_recompute.py --quick              tiny shapes, one round: does it run at all
 
-Parts: `host` (tiny tensors), `stack` (a small GPT stack under every policy, one thread), `tp` (two processes, against
-DTensor).  Needs no GPU; torch_remat is compared where it is installed.
+Parts: `host` (tiny tensors), `none` (a tape that does nothing), `stack` (a small GPT stack under every policy, one
+thread), `tp` (two processes, against DTensor).  Needs no GPU; torch_remat is compared where it is installed.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a clone, installed or not
 
 from tools import bench_recompute_host as host  # noqa: E402
+from tools import bench_recompute_none as none  # noqa: E402
 from tools import bench_recompute_stack as stack  # noqa: E402
 from tools import bench_recompute_tp as tp  # noqa: E402
 from tools.bench_common import machine, table, write_json  # noqa: E402
 from tools.bench_plain import Model  # noqa: E402
 from tools.bench_regions import absent  # noqa: E402
 
-PARTS = ("host", "stack", "tp")
+PARTS = ("host", "none", "stack", "tp")
 ATTENTIONS = ("unfused", "fused")
 
 
@@ -43,6 +45,7 @@ class Settings:
     parts: tuple[str, ...] = PARTS
     effort: host.Effort = field(default_factory=host.Effort)
     model: Model = field(default_factory=partial(Model, layers=4, hidden=256, heads=8, seq=256, vocab=16))
+    none_pairs: int = 40
     attentions: tuple[str, ...] = ATTENTIONS
     micro_batch: int = 2
     rounds: int = 9
@@ -52,6 +55,7 @@ class Settings:
 QUICK = {
     "effort": host.Effort(rounds=1, repeats=1),
     "model": Model(layers=2, hidden=32, heads=2, seq=16, vocab=16),
+    "none_pairs": 2,
     "rounds": 1,
     "tp_job": tp.Job(Model(layers=2, hidden=32, heads=2, seq=16, vocab=16), rounds=1),
 }
@@ -81,6 +85,16 @@ def host_part(settings: Settings) -> dict[str, Any]:
     return found
 
 
+def none_part(settings: Settings) -> dict[str, Any]:
+    job = none.Job(settings.model, settings.micro_batch, settings.none_pairs)
+    measured = none.measure(job)
+    m = job.model
+    shape = f"{m.layers} layers, hidden {m.hidden}, sequence {m.seq}, micro-batch {job.micro_batch}"
+    print(f"\na tape that does nothing: {shape}, one thread")
+    print(table(none.HEADER, none.rows_of(measured)), flush=True)
+    return {"job": asdict(job), "measured": measured}
+
+
 def stack_part(settings: Settings) -> dict[str, Any]:
     found = {}
     made = stack.jobs(settings.model, settings.attentions, settings.micro_batch, settings.rounds)
@@ -104,7 +118,7 @@ def tp_part(settings: Settings) -> dict[str, Any]:
     return {"job": asdict(job), "measured": measured}
 
 
-RUN = {"host": host_part, "stack": stack_part, "tp": tp_part}
+RUN = {"host": host_part, "none": none_part, "stack": stack_part, "tp": tp_part}
 
 
 def parse(arguments: Sequence[str] | None) -> tuple[Settings, str | None]:

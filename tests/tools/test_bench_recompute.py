@@ -26,7 +26,7 @@ UNIT = 4 * S * B * H
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path: Path = tmp_path_factory.mktemp("bench") / "bench.json"
-    assert main(["--quick", "--parts", "host", "stack", "--attention", "unfused", "--json", str(path)]) == 0
+    assert main(["--quick", "--parts", "host", "none", "stack", "--attention", "unfused", "--json", str(path)]) == 0
     return json.loads(path.read_text())
 
 
@@ -41,6 +41,13 @@ def test_every_way_is_timed(found: Any) -> None:
     assert set(trainers["ways"]) == set(plain["ways"]) | {
         "tape, policy none", "ours: tape, full, boundaries", "ours: tape, full, layer-input",
     }  # fmt: skip
+
+
+def test_a_tape_that_does_nothing_is_compared_in_pairs(found: Any) -> None:
+    measured = found["none"]["measured"]
+    low, median, high = measured["quartiles"]
+    assert len(measured["ratios"]) == QUICK["none_pairs"] and 0.2 < low <= median <= high < 5.0
+    assert measured["plain_ms"] > 0.0
 
 
 def test_flops_are_those_of_the_products_run_again(found: Any) -> None:
