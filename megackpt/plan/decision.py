@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 VERSION = 2  # of a plan in JSON
@@ -198,7 +199,7 @@ class ChunkPlan:
         }
         return replace(self, save_sets=sets)
 
-    @property
+    @cached_property
     def keeps_all(self) -> bool:
         return not self.groups and all(s.keeps_all for s in self.save_sets.values())
 

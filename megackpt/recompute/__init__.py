@@ -14,6 +14,7 @@ from megackpt.recompute.apply import Applied, apply, undo
 from megackpt.recompute.call import TwoPhase
 from megackpt.recompute.checkpoint import checkpoint, noop_context_fn
 from megackpt.recompute.context import is_replaying, masks_kept, product_wanted
+from megackpt.recompute.demand import Prefetch
 from megackpt.recompute.dropout import MaskSource, dropout, keep_scale
 from megackpt.recompute.handle import ReplayError
 from megackpt.recompute.measure import ModuleProfile, Profile, measure
@@ -29,7 +30,6 @@ from megackpt.recompute.policies import (
     save_nothing,
     save_only_these_names,
 )
-from megackpt.recompute.replay import Prefetch
 from megackpt.recompute.report import Report, report
 from megackpt.recompute.rng import RngLedger, Stream
 from megackpt.recompute.sequential import Fitted, fit, sequential

@@ -84,7 +84,7 @@ class TapeCover(Cover):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.__wrapped__(*args, **kwargs)
-        enclosing = state.tape
+        enclosing = state.now.tape
         ledger = enclosing.ledger if self.ledger is None and enclosing is not None else self.ledger
         tape = Tape(self.plan, ledger, **self.options)
         if self.options["account"] is not None:

@@ -2,20 +2,23 @@
 
 BatchNorm in training mode writes running mean, variance and a counter in its forward; a replay would write them a
 second time.  What it returns does not depend on them, so it is enough to put them back after the replay.  The modules
-are looked for in what the step calls: a module, a bound method, a partial, a closure, and lists or dicts in those.
+are looked for in what the step calls and is given: a module, a bound method, a partial, a function's closure, defaults
+and the globals it names, and lists, dicts, dataclasses or namespaces in those.  Statistics that belong to no module
+(``F.batch_norm`` on loose tensors) are not found: guard those with ``is_replaying()``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from types import FunctionType, MethodType
+from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
 from torch.nn.modules.batchnorm import _NormBase
 
+from megackpt.recompute.nested import is_node
 from megackpt.recompute.span import Span
 
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
@@ -23,48 +26,66 @@ _DEPTH = 6  # of partials in closures in partials
 
 
 def modules_called(fn: Any, depth: int = _DEPTH) -> Iterator[Module]:
-    """The modules that ``fn`` can reach without a global name, outermost ones only."""
+    """The modules that ``fn`` can reach, outermost ones only."""
     if isinstance(fn, Module):
         yield fn
-    elif depth == 0:
         return
-    elif type(fn) is MethodType:
+    if depth == 0:
+        return
+    kind = type(fn)
+    contents: Iterable[Any] = ()
+    if kind is FunctionType:
+        yield from _named_globals(fn)
+        contents = _contents(fn)
+    elif kind is MethodType:
         owner = fn.__self__
-        yield from modules_called(owner if isinstance(owner, Module) else getattr(owner, "__dict__", None), depth - 1)
-    elif type(fn) is FunctionType:
-        for cell in fn.__closure__ or ():
-            try:
-                content = cell.cell_contents
-            except ValueError:  # a name that has no value yet
-                continue
-            yield from modules_called(content, depth - 1)
+        contents = (owner if isinstance(owner, Module) else getattr(owner, "__dict__", None),)
     elif isinstance(fn, partial):
-        yield from modules_called(fn.func, depth - 1)
-        for value in (*fn.args, *fn.keywords.values()):
-            yield from modules_called(value, depth - 1)
+        contents = (fn.func, *fn.args, *fn.keywords.values())
     elif isinstance(fn, (list, tuple)):
-        for value in fn:
-            yield from modules_called(value, depth - 1)
+        contents = fn
     elif isinstance(fn, dict):
-        for value in fn.values():
-            yield from modules_called(value, depth - 1)
-    elif callable(fn) and hasattr(fn, "__dict__"):
-        for value in vars(fn).values():
-            yield from modules_called(value, depth - 1)
+        contents = fn.values()
+    elif hasattr(fn, "__dict__") and (callable(fn) or kind is SimpleNamespace or is_node(fn)):
+        contents = vars(fn).values()
+    for content in contents:
+        yield from modules_called(content, depth - 1)
 
 
-def training_norms(fn: Callable[..., Any]) -> list[_NormBase]:
-    """Normalisation modules among those ``fn`` calls that would update statistics now."""
+def _named_globals(fn: FunctionType) -> list[Module]:
+    known = fn.__globals__
+    return [value for name in fn.__code__.co_names if isinstance(value := known.get(name), Module)]
+
+
+def _contents(fn: FunctionType) -> list[Any]:
+    """What a function's closure and defaults hold."""
+    contents = [*(fn.__defaults__ or ()), *(fn.__kwdefaults__ or {}).values()]
+    for cell in fn.__closure__ or ():
+        try:
+            contents.append(cell.cell_contents)
+        except ValueError:  # a name that has no value yet
+            continue
+    return contents
+
+
+def training_norms(fn: Callable[..., Any], given: Sequence[Module] = ()) -> list[_NormBase]:
+    """Normalisation modules among those ``fn`` calls, or is ``given``, that would update statistics now."""
     found: list[_NormBase] = []
     walked: list[Module] = []
     if type(fn) is Span and fn.pure:
         return found
-    for function in fn.functions() if type(fn) is Span else (fn,):
-        kind = type(function)
-        if kind is FunctionType and function.__closure__ is None:
-            continue
-        owner: Any = getattr(function, "__self__", None) if kind is MethodType else function
-        for module in (owner,) if isinstance(owner, Module) else modules_called(function):
+    for function in fn.functions() if type(fn) is Span else (fn, *given):
+        if isinstance(function, Module):
+            modules: Iterable[Module] = (function,)
+        elif type(function) is MethodType and isinstance(function.__self__, Module):
+            modules = (function.__self__,)
+        elif type(function) is FunctionType and not (
+            function.__closure__ or function.__defaults__ or function.__kwdefaults__
+        ):
+            modules = _named_globals(function)
+        else:
+            modules = modules_called(function)
+        for module in modules:
             if module not in walked:
                 walked.append(module)
                 _collect(module, found)

@@ -32,7 +32,8 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 _REGION = Decision(output=KEEP, internals=REPLAY, masks=REPLAY)
 _KEEPING = ChunkPlan()  # for the steps that stand beside the region
-_NO_RANDOMNESS = RngLedger(defaults=False)  # it has no stream, so it has no state
+_TORCHS, _NO_RANDOMNESS = RngLedger(), RngLedger(defaults=False)  # they have no stream, so they have no state
+_function_modes = torch._C._len_torch_function_stack  # how many
 
 
 def noop_context_fn() -> Contexts:
@@ -85,15 +86,16 @@ def checkpoint(
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     where = f"checkpoint({getattr(function, '__qualname__', type(function).__qualname__)})"
-    device, region = _device_context(), None
+    device, region = _device_context() if _function_modes() else None, None
     if not early_stop or debug or device or context_fn is not noop_context_fn or determinism_check != "default":
         region = Region(where, context_fn(), determinism_check, debug, early_stop, device)
-    if state.inner != LIVE:  # inside a step that is dropped as a whole: its replay decides
+    now = state.now
+    if now.inner != LIVE:  # inside a step that is dropped as a whole: its replay decides
         return function(*args, **kwargs) if region is None else region.forward(function, args, kwargs)
-    tape = state.tape
+    tape = now.tape
     if tape is not None and preserve_rng_state:
         return run_step(tape, where, _REGION, function, args, kwargs, watch=region)  # type: ignore[no-any-return]
-    with Tape(_KEEPING, RngLedger() if preserve_rng_state else _NO_RANDOMNESS) as own:
+    with Tape(_KEEPING, _TORCHS if preserve_rng_state else _NO_RANDOMNESS) as own:
         return run_step(own, where, _REGION, function, args, kwargs, watch=region)  # type: ignore[no-any-return]
 
 

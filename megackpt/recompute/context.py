@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from megackpt.plan import KEEP
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megackpt.recompute.tape import Tape
 
 # How steps inside the running step behave.
@@ -32,7 +30,11 @@ class Frame(Protocol):
     def still_wanted(self, packs: int) -> bool: ...
 
 
-class _State(threading.local):
+class Ambient:
+    """What holds for the code that runs now, in one thread."""
+
+    __slots__ = ("tape", "frame", "masks", "inner", "clear_task", "to_clear")
+
     def __init__(self) -> None:
         self.tape: Tape | None = None
         self.frame: Any = None  # the innermost step that is running
@@ -41,28 +43,21 @@ class _State(threading.local):
         self.clear_task = -1  # the backward that `to_clear` belongs to
         self.to_clear: list[weakref.ref[Any]] = []
 
-    def read(self) -> tuple[Any, Any, str, int]:
-        return self.tape, self.frame, self.masks, self.inner
 
-    def write(self, values: tuple[Any, Any, str, int]) -> None:
-        self.tape, self.frame, self.masks, self.inner = values
+class _State(threading.local):
+    """Thread-local names are dear to look up, so there is one: ``state.now``, read once and then asked."""
+
+    def __init__(self) -> None:
+        self.now = Ambient()
 
 
 state = _State()
 
 
-def pack(tensor: Tensor) -> Any:
-    """Autograd's pack hook while a step runs: the innermost one takes the tensor.
-
-    A plain function, because autograd holds the pack hook as long as what was packed: a frame's own method would
-    keep the frame alive, with all that it knows of its step.
-    """
-    return state.frame.pack(tensor)
-
-
 def is_replaying() -> bool:
     """True while a step is being re-run in backward: guard side effects with it (counters, metrics)."""
-    return state.frame is not None and state.frame.replaying
+    frame = state.now.frame
+    return frame is not None and frame.replaying
 
 
 def product_wanted(packs: int) -> bool:
@@ -72,10 +67,10 @@ def product_wanted(packs: int) -> bool:
     that saves exactly ``packs`` tensors, none of them its product, asks this before its kernel and may return an
     uninitialised product of the right shape when the answer is False: the replay ends before anyone reads it.
     """
-    frame = state.frame
+    frame = state.now.frame
     return frame is None or frame.still_wanted(packs)
 
 
 def masks_kept() -> bool:
     """Whether a dropout inside the running step stores its mask (else it is drawn again in backward)."""
-    return state.masks == KEEP
+    return state.now.masks == KEEP

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.plan import KEEP, REPLAY, Decision
-from megackpt.recompute.context import state
+from megackpt.recompute.context import Ambient
 from megackpt.recompute.handle import (
-    OUTPUT_TAG,
+    MARK,
     Internal,
     Kept,
     Tag,
@@ -30,33 +31,37 @@ if TYPE_CHECKING:
 
 Handle = Kept | Internal | View
 _UNKNOWN: frozenset[int] = frozenset()  # stands for a set that is made when first asked for
+_NONE: Mapping[int, Kept] = MappingProxyType({})
 _Stored = dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]]
 
 
 class ForwardFrame:
-    """The pack hook of one step's forward.  This is the hottest code of the engine: it runs for every tensor that
-    autograd saves, so what is rarely needed is made when first needed."""
+    """One step's forward; its method `pack` is autograd's hook.  This is the hottest code of the engine: it runs for
+    every tensor that autograd saves, so what is rarely needed is made when first needed.
+
+    Autograd holds a pack hook as long as what was packed, and so this frame: :meth:`close` cuts it loose from all that
+    it knows of its step.
+    """
 
     __slots__ = (
-        "tape", "where", "decision", "internals", "record", "count", "parent", "outer", "inputs", "input_storages",
-        "last", "held", "stored", "counts", "drops",
+        "tape", "where", "decision", "record", "count", "parent", "outer", "inputs", "input_storages", "arguments",
+        "last", "held", "stored", "drops",
     )  # fmt: skip
 
-    def __init__(self, tape: Tape, where: str, decision: Decision, inputs: Sequence[Any]) -> None:
-        self.tape = tape
+    def __init__(self, tape: Tape, where: str, decision: Decision, inputs: Sequence[Any], now: Ambient) -> None:
+        self.tape: Tape = tape
         self.where = where
         self.decision = decision
-        self.internals = decision.internals
-        self.record: Record | None = None  # set if the step is dropped
-        self.drops: Record | None = None  # the same, if internals and masks are dropped with nobody looking on
+        self.record: Record | None = None  # of a dropped step, which rebuilds what the decision says
+        self.drops: Record | None = None  # the same, if that is all, with nobody looking on
         self.count = 0
         self.inputs = inputs
         self.input_storages: Set[int] = _UNKNOWN
+        self.arguments: Mapping[int, Kept] = _NONE  # by identity of the tensor, of a dropped step
         self.last: Tensor | None = None  # saved
         self.held: set[int] | None = None  # storages that stay on the device for a kept internal
         self.stored: _Stored | None = None  # internals that wait in a tier
-        self.counts = tape.counts
-        parent = state.frame
+        parent = now.frame
         if parent is not None and parent.replaying:
             self.parent, self.outer = parent, None  # what a replay makes is nobody else's to save
         else:
@@ -74,12 +79,11 @@ class ForwardFrame:
         assert self.parent is not None
         self.parent.fill(tensor, handle)
 
-    def drop_for(self, record: Record) -> None:
-        """What is saved from now on is rebuilt by ``record``, as far as the decision says so."""
-        self.record = record
-        if record.watch is None and self.internals == REPLAY and self.decision.masks != KEEP:
-            self.input_storages = {storage_key(a) for a in self.inputs if isinstance(a, Tensor)}
-            self.drops = record
+    def close(self) -> None:
+        """The step has ended."""
+        self.record = self.drops = self.parent = self.outer = self.last = self.stored = None
+        self.inputs, self.arguments = (), _NONE
+        del self.tape
 
     def is_input(self, tensor: Tensor) -> bool:
         if self.input_storages is _UNKNOWN:
@@ -87,19 +91,29 @@ class ForwardFrame:
         return storage_key(tensor) in self.input_storages
 
     def pack(self, tensor: Tensor) -> Handle:
-        self.last = tensor
-        kind, base, record = type(tensor), tensor._base, self.drops
-        if kind is Parameter or type(base) is Parameter:
-            handle: Handle = Kept(tensor, self.where)
-        elif record is None or kind is not Tensor or not (base is None or type(base) is Tensor):
+        handle: Handle
+        record = self.drops
+        if record is None:
             handle = self._handle(tensor)
-        else:  # an internal to be rebuilt, most likely
-            storage = tensor.untyped_storage() if tensor.layout is torch.strided else None
-            if storage is None or hasattr(storage, OUTPUT_TAG) or storage._cdata in self.input_storages:
-                handle = self._handle(tensor)
+        else:  # dropped, and nobody looks on
+            argument = self.arguments.get(id(tensor))
+            kind, base = type(tensor), tensor._base
+            if argument is not None and argument.version == tensor._version:
+                handle = argument
+                if self.tape.counts and not argument.of_parameter:
+                    self.tape.note_kept(argument, self.where)
+            elif kind is Parameter or type(base) is Parameter:
+                handle = Kept(tensor, self.where)
+            elif kind is Tensor and (base is None or type(base) is Tensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                if storage._cdata in self.input_storages or hasattr(storage, MARK):
+                    handle = self._handle(tensor)
+                else:
+                    handle = slot = Internal(record, self.where, self.count, tensor)
+                    record.slots.append(weakref.ref(slot))
             else:
-                handle = slot = Internal(record, tensor)
-                record.slots[self.count] = weakref.ref(slot)
+                handle = self._handle(tensor)
+        self.last = tensor
         self.count += 1
         if self.parent is not None:
             self.parent.fill(tensor, handle)
@@ -111,16 +125,17 @@ class ForwardFrame:
         tag = live_tag(tensor)
         if tag is not None:
             return View(tag.cell().open(), tensor)
-        internals = self.internals
-        if internals != KEEP and not self.is_input(tensor) and not (self.decision.masks == KEEP and is_mask(tensor)):
+        decision = self.decision
+        internals = decision.internals
+        if internals != KEEP and not self.is_input(tensor) and not (decision.masks == KEEP and is_mask(tensor)):
             if internals == REPLAY:
                 return self._slot(tensor)
             if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg()):
                 return self._elsewhere(tensor)
         kept = Kept(tensor, self.where, self.outer)
-        if self.counts:
+        if self.tape.counts:
             self.tape.note_kept(kept, self.where)
-        if self.decision.output != KEEP:
+        if decision.output != KEEP:
             if self.held is None:
                 self.held = set()
             self.held.add(storage_key(tensor))
@@ -129,8 +144,8 @@ class ForwardFrame:
     def _slot(self, tensor: Tensor) -> Internal:
         record = self.record
         assert record is not None
-        slot = Internal(record, tensor)
-        record.slots[self.count] = weakref.ref(slot)
+        slot = Internal(record, self.where, self.count, tensor)
+        record.slots.append(weakref.ref(slot))
         if record.watch is not None:
             record.watch.saved(self.count, tensor)
         return slot

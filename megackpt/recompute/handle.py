@@ -29,8 +29,9 @@ if TYPE_CHECKING:
     from megackpt.recompute.producer import Producer
     from megackpt.recompute.replay import Record
 
-OUTPUT_TAG = "_megackpt_tag"
-_MASK_TAG = "_megackpt_mask"
+MARK = "_megackpt"
+"""What a storage is to the engine, as an attribute of it: a dropped output's :class:`Tag`, or a stored mask."""
+_MASK = "mask"
 
 
 class ReplayError(RuntimeError):
@@ -39,7 +40,10 @@ class ReplayError(RuntimeError):
 
 def version_of(tensor: Tensor) -> int:
     """Version counter, or -1 for inference tensors, which have none."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 def is_itself_parameter(tensor: Tensor) -> bool:
@@ -63,6 +67,7 @@ def storage_key(tensor: Tensor) -> int:
 
 
 Meta = tuple[torch.Size, torch.dtype, torch.device]
+Hooks = tuple[Any, Any]
 
 
 def meta_of(tensor: Tensor) -> Meta:
@@ -72,48 +77,72 @@ def meta_of(tensor: Tensor) -> Meta:
 
 class Kept:
     """A kept tensor.  ``outer`` is the pair of saved-tensor hooks that was active outside the tape: the tensor
-    passes through it, so that ``save_on_cpu`` and ``torch.utils.checkpoint`` around us keep working."""
+    passes through it, so that ``save_on_cpu`` and ``torch.utils.checkpoint`` around us keep working.
 
-    __slots__ = ("_held", "_version", "_outer", "_where", "__weakref__")
+    An argument of a dropped step is one too, with what its replay must know of it; where the step saves that very
+    tensor, autograd holds the same object."""
 
-    def __init__(self, tensor: Tensor, where: str, outer: tuple[Any, Any] | None = None) -> None:
-        self._version = -1 if tensor.is_inference() else tensor._version
-        self._outer = outer
-        self._where = where
-        # Detached: a saved output would otherwise hold its own node, a cycle no collector sees.
-        self._held = tensor.detach() if outer is None else outer[0](tensor)
+    __slots__ = ("held", "version", "outer", "where", "needs_grad", "of_parameter", "__weakref__")
+
+    def __init__(self, tensor: Tensor, where: str, outer: Hooks | None = None) -> None:
+        try:
+            self.version = tensor._version
+        except RuntimeError:  # an inference tensor
+            self.version = -1
+        self.outer = outer
+        self.where = where
+        self.needs_grad: bool  # these two are set for arguments only
+        self.of_parameter: bool  # if the bytes kept are counted
+        self.held: Any  # what the outer hooks made of it, if there are any
+        if outer is not None:
+            self.held = outer[0](tensor)
+        elif type(tensor) is Parameter:  # the leaf of all graphs
+            self.held = tensor
+        else:  # detached: a saved output would otherwise hold its own node, a cycle no collector sees
+            self.held = tensor.detach()
 
     def get(self) -> Tensor:
-        if self._outer is not None:
-            return self._outer[1](self._held)
-        held = self._held
-        if self._version >= 0 and held._version != self._version:
-            raise RuntimeError(
-                f"a tensor kept for the backward of {self._where} was modified by an inplace operation: "
-                f"shape {tuple(held.shape)}, version {held._version}, expected {self._version}"
-            )
+        if self.outer is not None:
+            unpacked: Tensor = self.outer[1](self.held)
+            return unpacked
+        held: Tensor = self.held
+        if self.version >= 0 and held._version != self.version:
+            raise changed(held, self.version, self.where)
         return held
 
     @property
     def unchanged(self) -> bool:
         """Whether nobody wrote into the tensor since it was kept (unknown, so True, behind outer hooks)."""
-        return self._outer is not None or self._version < 0 or self._held._version == self._version
+        return self.outer is not None or self.version < 0 or self.held._version == self.version
 
     @property
     def storage(self) -> torch.UntypedStorage | None:
-        whole = self._outer is None and self._held.layout is torch.strided
-        return self._held.untyped_storage() if whole else None
+        whole = self.outer is None and self.held.layout is torch.strided
+        return self.held.untyped_storage() if whole else None
+
+
+def changed(tensor: Tensor, version: int, where: str) -> RuntimeError:
+    """The error for a tensor that was written to after it was saved."""
+    return RuntimeError(
+        f"a tensor kept for the backward of {where} was modified by an inplace operation: "
+        f"shape {tuple(tensor.shape)}, version {tensor._version}, expected {version}"
+    )
 
 
 class Internal:
-    """A tensor saved inside a dropped step; ``value`` is another handle once the record has replayed."""
+    """A tensor saved inside a dropped step, the ``number``-th of it.  ``value``: once the record has replayed, the
+    tensor, or the handle that a step inside the step made of it.  ``version``: the one it had when it was saved, in
+    forward and then in the replay."""
 
-    __slots__ = ("record", "value", "meta", "__weakref__")
+    __slots__ = ("record", "where", "number", "meta", "version", "value", "__weakref__")
 
-    def __init__(self, record: Record, tensor: Tensor) -> None:
+    def __init__(self, record: Record, where: str, number: int, tensor: Tensor) -> None:
         self.record = record
+        self.where = where  # the step, also where the record is one of several
+        self.number = number
         self.meta = (tensor.shape, tensor.dtype, tensor.device)
-        self.value: Kept | Internal | View | None = None
+        self.version = tensor._version
+        self.value: Tensor | Kept | Internal | View | None = None
 
 
 class Cell:
@@ -187,16 +216,16 @@ class Tag:
 
 
 def write_tag(tensor: Tensor, tag: Tag) -> None:
-    setattr(tensor.untyped_storage(), OUTPUT_TAG, tag)
+    setattr(tensor.untyped_storage(), MARK, tag)
 
 
 def mark_mask(tensor: Tensor) -> None:
     """Say of a stored dropout mask what it is: the decision for masks counts for it, not the one for internals."""
-    setattr(tensor.untyped_storage(), _MASK_TAG, True)
+    setattr(tensor.untyped_storage(), MARK, _MASK)
 
 
 def is_mask(tensor: Tensor) -> bool:
-    return tensor.layout is torch.strided and hasattr(tensor.untyped_storage(), _MASK_TAG)
+    return tensor.layout is torch.strided and getattr(tensor.untyped_storage(), MARK, None) is _MASK
 
 
 def live_tag(tensor: Tensor) -> Tag | None:
@@ -204,5 +233,5 @@ def live_tag(tensor: Tensor) -> Tag | None:
     since its step ended, or seen through another type or a lazy conjugate."""
     if tensor.layout is not torch.strided:
         return None
-    tag: Tag | None = getattr(tensor.untyped_storage(), OUTPUT_TAG, None)
-    return tag if tag is not None and tag.producer is not None and tag.fits(tensor) else None
+    tag = getattr(tensor.untyped_storage(), MARK, None)
+    return tag if type(tag) is Tag and tag.producer is not None and tag.fits(tensor) else None

@@ -15,10 +15,12 @@ class Producer(ABC):
 
     __slots__ = ("where", "cells", "lane", "__weakref__")
 
+    lasting = False  # what it rebuilt may outlive the backward that asked for it
+
     def __init__(self, where: str) -> None:
         self.where = where
         self.lane: Lane | None = None  # the stream it works on; None on a CPU
-        self.cells: dict[int, weakref.ref[Cell]] = {}
+        self.cells: dict[int, weakref.ref[Cell]] | None = None  # made when the first is asked for
 
     @abstractmethod
     def missing(self) -> Sequence[Producer]:
@@ -43,6 +45,8 @@ class Producer(ABC):
 
     def cell(self, index: int) -> Cell:
         """The identity of output storage ``index``: one object as long as anyone holds it."""
+        if self.cells is None:
+            self.cells = {}
         ref = self.cells.get(index)
         cell = ref() if ref is not None else None
         if cell is None:
@@ -52,7 +56,7 @@ class Producer(ABC):
 
     def wanted_boxes(self) -> dict[int, Box]:
         boxes: dict[int, Box] = {}
-        if not self.cells:
+        if self.cells is None:
             return boxes
         for index, ref in self.cells.items():
             cell = ref()
@@ -63,7 +67,7 @@ class Producer(ABC):
 
     def clear(self) -> None:
         """Forget what was rebuilt (end of a backward that retains its graph)."""
-        for ref in self.cells.values():
+        for ref in () if self.cells is None else self.cells.values():
             cell = ref()
             if cell is not None and cell.box is not None and (box := cell.box()) is not None:
                 box.value = None

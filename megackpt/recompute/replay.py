@@ -1,33 +1,57 @@
 """Replay: run a dropped step again, in the forward's surroundings, and fill what is wanted of it.
 
-Only what is needed runs, once, in order: a handle demands its producer, whose missing inputs demand theirs (by a work
-list; a chain of hundreds of dropped steps must not overflow the stack), and a replay ends at the last tensor that is
-wanted.  The graph that a replay builds is thrown away at once; the forward's own graph is the one that runs.
+A replay ends at the last tensor that is wanted.  The graph that it builds is thrown away at once; the forward's own
+graph is the one that runs.
 """
 
 from __future__ import annotations
 
-import sys
 import time
 import weakref
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
+from megackpt.recompute import nested
 from megackpt.recompute.batchnorm import Statistics, training_norms
-from megackpt.recompute.call import StepCall, TwoPhase, autocast_as, tensors_of
-from megackpt.recompute.context import pack, state
-from megackpt.recompute.handle import Internal, Kept, Meta, ReplayError, View, live_tag, meta_of
+from megackpt.recompute.call import (
+    Autocast,
+    Reading,
+    TwoPhase,
+    autocast_as,
+    autocast_is_on,
+    autocast_state,
+    given,
+)
+from megackpt.recompute.context import state
+from megackpt.recompute.demand import resolve
+from megackpt.recompute.frame import ForwardFrame
+from megackpt.recompute.handle import (
+    MARK,
+    Internal,
+    Kept,
+    Meta,
+    ReplayError,
+    is_itself_parameter,
+    is_parameter,
+    live_tag,
+    storage_key,
+    version_of,
+)
 from megackpt.recompute.producer import Producer
-from megackpt.recompute.span import Span
+from megackpt.recompute.refill import Collector, ReplayFrame, Stop, Unsure
+from megackpt.recompute.rng import Source, positions, put_back
 from megackpt.recompute.watch import Watch
 
 if TYPE_CHECKING:
     from megackpt.recompute.tape import Tape
 
 _NOTHING = nullcontext()
+_grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -35,296 +59,223 @@ pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 class Record(Producer):
     """One dropped step of one forward: its call, and the slots of what autograd saved inside it."""
 
-    __slots__ = ("tape", "call", "packs", "slots", "outputs", "watch", "differentiates", "ends_here", "launched")
+    __slots__ = (
+        "tape", "fn", "args", "spec", "reads", "repeated", "rng", "sources", "modules", "autocast", "masks", "inner",
+        "watch", "packs", "slots", "outputs", "lasting", "differentiates", "ends_here", "launched",
+    )  # fmt: skip
 
-    def __init__(self, tape: Tape, call: StepCall, watch: Watch | None = None) -> None:
-        self.where = call.where
+    def __init__(self, tape: Tape, where: str, fn: Callable[..., Any], masks: str, inner: int) -> None:
+        self.where = where
         self.lane = None
-        self.cells = {}
+        self.cells = None
         self.tape = tape
-        self.watch = watch
-        self.differentiates = False  # the step takes gradients itself, so its replay needs a graph that works
-        self.call = call
+        self.fn = fn
+        self.args: list[Any] = []  # tensors as Kept or Reading
+        self.spec: nested.Spec | None = None  # how to nest them, if they were
+        self.reads: list[Reading] = []  # the arguments that were dropped
+        self.repeated = False  # one argument stands in several places
+        self.rng: tuple[object, ...] | None = None  # state before the step, only if the step drew
+        self.sources: list[tuple[Source, Any]] | None = None  # random ones among the arguments, and where they stood
+        self.modules: tuple[Module, ...] = ()  # those among the arguments
+        self.autocast: Autocast | None = autocast_state() if autocast_is_on() else None
+        self.masks = masks
+        self.inner = inner  # how steps inside this one behave in its replay, see context.py
+        self.watch: Watch | None = None
         self.packs = 0
-        self.launched: Any = None  # what a two-phase step that was asked ahead needs to finish
-        self.ends_here = False  # after the last tensor saved there is nothing whose skipping is worth an exception
-        self.slots: dict[int, weakref.ref[Internal]] = {}
+        self.slots: list[weakref.ref[Internal]] = []
         self.outputs: dict[int, Meta] = {}  # of the dropped ones
+        self.lasting = not tape.clear_after_backward
+        self.differentiates = False  # the step takes gradients itself, so its replay needs a graph that works
+        # The last tensor saved is an internal, and after it comes nothing whose skipping is worth an exception.
+        self.ends_here = False
+        self.launched: Any = None  # what a two-phase step that was asked ahead needs to finish
 
-    def missing(self) -> list[Producer]:
-        return [p for a in self.call.inputs if a.kept is None and (p := a.missing()) is not None]
+    def hold(self, leaves: Sequence[Any], spec: nested.Spec | None, frame: ForwardFrame) -> None:
+        """Remember the arguments, as `call.flatten` gives them, and let the frame of the forward know them."""
+        outer, where, counts = frame.outer, self.where, self.tape.counts
+        arguments: dict[int, Kept] = {}
+        storages: set[int] = set()
+        frame.record, frame.arguments, frame.input_storages = self, arguments, storages
+        args = self.args
+        self.spec = spec
+        for leaf in leaves:
+            if type(leaf) is not Tensor and not isinstance(leaf, Tensor):
+                args.append(leaf)
+                if isinstance(leaf, Module):
+                    self.modules = (*self.modules, leaf)
+                elif isinstance(leaf, Source):
+                    self.sources = [*(self.sources or ()), *positions((leaf,))]
+                continue
+            storage = leaf.untyped_storage() if leaf.layout is torch.strided else None
+            storages.add(storage_key(leaf) if storage is None else storage._cdata)
+            if type(leaf) is not Tensor and is_itself_parameter(leaf):
+                args.append(leaf)
+                continue
+            tag = live_tag(leaf) if storage is not None and hasattr(storage, MARK) else None
+            if tag is not None:
+                reading = Reading(leaf, tag)
+                args.append(reading)
+                self.reads.append(reading)
+                continue
+            kept = Kept(leaf, where, outer)
+            kept.needs_grad = leaf.requires_grad
+            args.append(kept)
+            if outer is None:  # else each handle may be unpacked once
+                arguments[id(leaf)] = kept
+            if counts:
+                kept.of_parameter = is_parameter(leaf)
+                if not kept.of_parameter:
+                    self.tape.note_argument(kept, where)
+        if len(args) > 1:
+            self._note_repeated(leaves)
+
+    def _note_repeated(self, leaves: Sequence[Any]) -> None:
+        first: dict[int, int] = {}
+        for place, leaf in enumerate(leaves):
+            if (type(self.args[place]) is Kept or type(self.args[place]) is Reading) and (
+                first.setdefault(id(leaf), place) != place
+            ):
+                self.args[place] = self.args[first[id(leaf)]]
+                self.repeated = True
+
+    def check_arguments_unchanged(self, leaves: Sequence[Any]) -> None:
+        """Refuse a step that wrote into its own input: its replay would start from the changed one, or change what
+        others rebuilt."""
+        for a, leaf in zip(self.args, leaves):  # noqa: B905 (as many, and this runs in every step)
+            if type(a) is Kept or type(a) is Reading:
+                now = a.held._version if type(a) is Kept and a.outer is None and a.version >= 0 else version_of(leaf)
+                if now != a.version:
+                    raise RuntimeError(
+                        f"{self.where} modified its own input in place; a replayed step must leave its inputs alone: "
+                        f"use the out-of-place operation"
+                    )
+
+    def missing(self) -> Sequence[Producer]:
+        if not self.reads:
+            return ()
+        return [p for a in self.reads if (p := a.missing()) is not None]
 
     def wanted(self) -> bool:
-        for ref in self.slots.values():
+        for ref in self.slots:
             if (h := ref()) is not None and h.value is None:
                 return True
-        return super().wanted()
+        return self.cells is not None and super().wanted()
 
     def wanted_slots(self) -> dict[int, Internal]:
-        return {i: h for i, ref in self.slots.items() if (h := ref()) is not None and h.value is None}
+        return {h.number: h for ref in self.slots if (h := ref()) is not None and h.value is None}
 
     def clear(self) -> None:
         super().clear()
-        for slot in self.slots.values():
+        for slot in self.slots:
             if (h := slot()) is not None:
                 h.value = None
 
     @property
     def begins(self) -> bool:
-        return isinstance(self.call.fn, TwoPhase)
+        return isinstance(self.fn, TwoPhase)
 
     def ahead(self) -> None:
         """Launch a two-phase step whose inputs are there and whose result will be asked for."""
-        if self.launched is None and isinstance(self.call.fn, TwoPhase) and not self.missing() and self.wanted():
+        if self.launched is None and isinstance(self.fn, TwoPhase) and not self.missing() and self.wanted():
             with _NOTHING if self.lane is None else self.lane:
-                args, _ = self.call.arguments()
-                self.launched = (self.call.fn.launch(*args),)
+                args, _ = given(self.args, self.spec, self.repeated)
+                self.launched = (self.fn.launch(*args),)
 
     def rebuild(self) -> None:
         """Run the step once more."""
         note = self.tape.on_replay
-        if note is None:
-            self._rebuild()
-            return
-        start = time.time()
-        self._rebuild()
-        note(self.where, start, time.time())
-
-    def _rebuild(self) -> None:
+        start = 0.0 if note is None else time.time()
         try:
             self._run()
-        except _GraphWanted:
-            self.differentiates = True
+        except (_GraphWanted, Unsure) as closer:
+            self.differentiates, self.ends_here = isinstance(closer, _GraphWanted), False
             try:
                 self._run()
             except _GraphWanted:
                 raise ReplayError(f"{self.where}: {_FOREIGN_GRAPH}") from None
-        self.call.release()
+        for a in self.reads:  # rebuilt arguments live on only if someone else saved them
+            a.box = None
+        if note is not None:
+            note(self.where, start, time.time())
 
     def _run(self) -> None:
         """Everything ambient is put back even when it fails: grad mode, hooks, random streams, replay context,
         running statistics."""
-        frame, call, ledger, watch = ReplayFrame(self), self.call, self.tape.ledger, self.watch
-        fn, (args, kwargs) = call.fn, call.arguments()
+        tape, watch, fn, slots = self.tape, self.watch, self.fn, self.wanted_slots()
+        frame: ReplayFrame | Collector
+        all_wanted = len(slots) == len(self.slots) and self.cells is None
+        if self.ends_here and all_wanted and watch is None and not self.differentiates:
+            frame = Collector(self)
+            hook: Callable[[Tensor], Any] = frame.saved.append
+        else:
+            frame = ReplayFrame(self, slots)
+            hook = frame.pack
+        args, kwargs = given(self.args, self.spec, self.repeated)
+        norms = training_norms(fn, self.modules)
         if self.launched is not None:
             assert isinstance(fn, TwoPhase)
             fn, args, kwargs, self.launched = fn.finish, self.launched, {}, None
-        norms = training_norms(call.fn)
         statistics = Statistics(norms) if norms else None
-        before = ledger.snapshot() if call.rng is not None else None
-        grad, ambient = torch.is_grad_enabled(), state.read()
-        state.write((self.tape, frame, call.masks, call.inner))
-        torch._C._set_grad_enabled(True)
-        push_hooks(pack, resolve if self.differentiates else _no_unpack)
+        before = None if self.rng is None else tape.ledger.snapshot()
+        sources = None if self.sources is None else positions([source for source, _ in self.sources])
+        now, grad = state.now, _grad_enabled()
+        ambient = now.tape, now.frame, now.masks, now.inner
+        push_hooks(hook, resolve if self.differentiates else _no_unpack)  # first: it fails where hooks are forbidden
+        now.tape, now.frame, now.masks, now.inner = tape, frame, self.masks, self.inner
+        _set_grad_enabled(True)
         try:
-            if call.rng is not None:
-                ledger.restore(call.rng)
-            if watch is None and not call.autocast and not torch._C._is_any_autocast_enabled():
-                frame.finish(fn(*args, **kwargs))
+            if self.rng is not None:
+                tape.ledger.restore(self.rng)
+            if self.sources is not None:
+                put_back(self.sources)
+            if watch is None and self.autocast is None and not autocast_is_on():
+                result = fn(*args, **kwargs)
             else:
-                with autocast_as(call.autocast):
-                    frame.finish(fn(*args, **kwargs) if watch is None else watch.replay(fn, args, kwargs))
-                if watch is not None:
-                    watch.settle()
-        except _Stop:
+                with autocast_as(self.autocast or []):
+                    result = fn(*args, **kwargs) if watch is None else watch.replay(fn, args, kwargs)
+            if isinstance(frame, Collector):
+                frame.finish(slots)
+            elif frame.boxes or (frame.count != self.packs and not frame.stopped):  # a step may swallow a Stop
+                frame.finish(result)
             if watch is not None:
                 watch.settle()
-        except ReplayError as error:
-            if watch is None:
-                raise
-            raise watch.explain(error) from error.__cause__
-        except Exception as error:
-            raise self._failure(frame.where, error) from error
+        except (Stop, Exception) as end:
+            if not frame.stopped:  # TorchScript makes something else of a Stop
+                raise self._failure(frame.where, end) from (end.__cause__ if isinstance(end, ReplayError) else end)
+            if watch is not None:
+                watch.settle()
         finally:
             pop_hooks()
-            torch._C._set_grad_enabled(grad)
-            state.write(ambient)
+            if isinstance(frame, Collector):
+                frame.saved.clear()  # autograd holds the list as its hook, the list what autograd made
+            _set_grad_enabled(grad)
+            now.tape, now.frame, now.masks, now.inner = ambient
             if before is not None:
-                ledger.restore(before)
+                tape.ledger.restore(before)
+            if sources is not None:
+                put_back(sources)
             if statistics is not None:
                 statistics.restore()
-            self.tape.cut()  # inner steps tagged what this replay made
+            if tape.tags:
+                tape.cut()  # inner steps tagged what this replay made
 
-    def _failure(self, where: str, error: Exception) -> ReplayError:
+    def _failure(self, where: str, error: BaseException) -> ReplayError:
         # Made here and not in `_run`: a traceback holds its frames, so a local name for it there would be a cycle.
-        failure = ReplayError(f"replay of {where} failed: {type(error).__name__}: {error}")
+        failure = error
+        if not isinstance(failure, ReplayError):
+            failure = ReplayError(f"replay of {where} failed: {type(error).__name__}: {error}")
         return failure if self.watch is None else self.watch.explain(failure)
 
 
 _FOREIGN_GRAPH = "backward was called on a graph built by an earlier replay"
 
 
-class _Stop(BaseException):
-    """Everything wanted is there.  A BaseException, so that a step that catches Exception cannot swallow it."""
-
-
 class _GraphWanted(BaseException):
     """The step takes a gradient inside itself, on the graph of its replay."""
 
 
-class ReplayFrame:
-    """Numbers the tensors saved during a replay and puts the wanted ones into their slots."""
-
-    __slots__ = ("record", "where", "count", "slots", "last", "boxes", "complete", "watched", "differentiates")
-    replaying = True
-
-    def __init__(self, record: Record) -> None:
-        self.record = record
-        self.where = record.where  # in a span, that of the step which runs
-        self.count = 0
-        self.slots = slots = record.wanted_slots()
-        self.last = next(reversed(slots)) if slots else -1  # they are in order
-        self.boxes = record.wanted_boxes() if record.cells else {}
-        self.complete = record.packs if record.ends_here else -1
-        self.watched = record.watch is not None
-        self.differentiates = record.differentiates
-        if record.watch is not None and not record.watch.early_stop:
-            self.last = sys.maxsize
-
-    def still_wanted(self, packs: int) -> bool:
-        return bool(self.boxes) or self.last >= self.count + packs
-
-    def pack(self, tensor: Tensor) -> Kept | None:
-        self.fill(tensor, None)
-        return Kept(tensor, self.where) if self.differentiates else None
-
-    def fill(self, tensor: Tensor, handle: Kept | Internal | View | None) -> None:
-        """Number one saved tensor; ``handle`` is what an inner step made of it, if one did."""
-        count = self.count
-        slot = self.slots.get(count)
-        if slot is not None:
-            if self.watched or (tensor.shape, tensor.dtype, tensor.device) != slot.meta:
-                self._check("saved tensor", count, tensor, slot.meta)
-            slot.value = Kept(tensor, self.where) if handle is None else handle
-        self.count = count = count + 1
-        if count > self.last and not self.boxes and count != self.complete:
-            raise _Stop
-
-    def finish(self, result: Any) -> None:
-        if self.count != self.record.packs:
-            raise ReplayError(
-                f"replay of {self._whole()} saved {self.count} tensors for backward, its forward "
-                f"{self.record.packs}: the step is not a pure function of its arguments"
-            )
-        if not self.boxes:
-            return
-        outputs = tensors_of(result)
-        for index, box in self.boxes.items():
-            if index >= len(outputs):
-                raise ReplayError(f"replay of {self.record.where} returned {len(outputs)} tensors, its forward more")
-            self._check("output", index, outputs[index], self.record.outputs[index])
-            box.value = outputs[index].detach()
-
-    def _check(self, what: str, number: int, tensor: Tensor, then: Meta) -> None:
-        now, watch = meta_of(tensor), self.record.watch
-        if now == then if watch is None else watch.rebuilt(what, number, tensor, now, then):
-            return
-        raise ReplayError(
-            f"replay of {self.where}: {what} {number} has {_words(now)}, in forward it had {_words(then)}"
-        )
-
-    def _whole(self) -> str:
-        fn = self.record.call.fn
-        return f"{self.record.where} to {fn.wheres[-1].rpartition(' ')[2]}" if type(fn) is Span else self.record.where
-
-
-def _words(meta: Meta) -> str:
-    return f"shape {tuple(meta[0])}, {meta[1]}, {meta[2]}"
-
-
 def _no_unpack(_: Any) -> Tensor:
-    if state.frame is None or not state.frame.replaying:
+    frame = state.now.frame
+    if frame is None or not frame.replaying:
         raise ReplayError(_FOREIGN_GRAPH)
     raise _GraphWanted
-
-
-def demand(producer: Producer) -> None:
-    """Rebuild ``producer`` after whatever it reads that is missing."""
-    work = [producer]
-    while work:
-        current = work[-1]
-        if not current.wanted():  # two readers asked for it; what it reads may be gone again, and is not needed
-            work.pop()
-            continue
-        missing = current.missing()
-        if missing:
-            work += missing
-            continue
-        work.pop()
-        if current.lane is None:
-            current.rebuild()
-        else:
-            with current.lane:
-                current.rebuild()
-        _clear_when_backward_ends(current)
-
-
-class Prefetch:
-    """Asks ahead for a tensor that a backward will want soon: if it was dropped, and a step of two phases makes it
-    again, what that step reads is rebuilt and its first phase begun."""
-
-    __slots__ = ("_producer",)
-
-    def __init__(self, tensor: Tensor) -> None:
-        tag = live_tag(tensor)
-        self._producer = None if tag is None or tag.producer is None else weakref.ref(tag.producer)
-
-    def __call__(self) -> None:
-        producer = self._producer() if self._producer is not None else None
-        if producer is None or not producer.begins or not producer.wanted():
-            return
-        for missing in producer.missing():
-            demand(missing)
-        producer.ahead()
-
-
-def resolve(handle: Kept | Internal | View) -> Tensor:
-    """The tensor behind a handle, rebuilding what is needed: autograd's unpack hook."""
-    lane = None
-    while True:
-        if type(handle) is Kept:
-            tensor = handle.get()
-            if lane is not None:
-                lane.join(tensor)
-            return tensor
-        if type(handle) is View:
-            if handle.box.value is None:
-                demand(handle.box.cell.producer)
-            base = handle.box.value
-            assert base is not None
-            lane = handle.box.cell.producer.lane
-            if lane is not None:
-                lane.join(base)
-            return handle.over(base)
-        assert type(handle) is Internal
-        if handle.value is None:
-            demand(handle.record)
-        if handle.value is None:
-            raise ReplayError(f"replay of {handle.record.where} did not save the tensor that backward asks for")
-        lane = handle.record.lane
-        handle = handle.value
-
-
-def _clear_when_backward_ends(producer: Producer) -> None:
-    """What a backward rebuilt and did not release (retain_graph) goes when that backward ends.  The engine's
-    callbacks are keyed by the graph task, since a backward that raised never runs its own."""
-    task = torch._C._current_graph_task_id()
-    if task < 0 or (isinstance(producer, Record) and not producer.tape.clear_after_backward):
-        return
-    if state.clear_task != task:
-        state.clear_task, state.to_clear = task, []
-        torch.autograd.Variable._execution_engine.queue_callback(_Clear(state.to_clear))
-    state.to_clear.append(weakref.ref(producer))
-
-
-class _Clear:
-    __slots__ = ("producers",)
-
-    def __init__(self, producers: list[weakref.ref[Producer]]) -> None:
-        self.producers = producers
-
-    def __call__(self) -> None:
-        for ref in self.producers:
-            if (producer := ref()) is not None:
-                producer.clear()
-        self.producers.clear()

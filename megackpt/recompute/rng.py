@@ -11,12 +11,15 @@ again from that integer alone, without its step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 _MASK = (1 << 64) - 1
+_CPU = torch.default_generator
+_cuda_in_use = torch.cuda.is_initialized  # else its generators have nothing to restore
 
 
 def mix(seed: int, position: int) -> int:
@@ -68,6 +71,23 @@ def _default_generator(device: torch.device) -> torch.Generator:
     return torch.default_generator
 
 
+Source = torch.Generator | Stream
+"""What random numbers are drawn from."""
+
+
+def positions(sources: Iterable[Source]) -> list[tuple[Source, Any]]:
+    """Where each stands now, for :func:`put_back`."""
+    return [(s, s.position if isinstance(s, Stream) else s.get_state()) for s in sources]
+
+
+def put_back(noted: Iterable[tuple[Source, Any]]) -> None:
+    for source, position in noted:
+        if isinstance(source, Stream):
+            source.position = position
+        else:
+            source.set_state(position)
+
+
 class RngLedger:
     """All the random state that a replay must reproduce: registered streams and torch's default generators.
 
@@ -93,25 +113,38 @@ class RngLedger:
         return self._streams[name]
 
     def snapshot(self) -> tuple[object, ...]:
-        """The state now; compare two with :func:`same_state`, put one back with :meth:`restore`."""
-        positions: tuple[object, ...] = tuple([s.position for s in self._order])
+        """The state now, to be put back with :meth:`restore`.  Empty where there is none."""
+        order = self._order
+        positions: tuple[object, ...] = tuple([s.position for s in order]) if order else ()
         if not self._defaults:
             return positions
-        positions += (torch.default_generator.get_state(),)
-        # A Philox generator's state is its seed and an offset: two integers instead of a copy from the device.
-        return positions + tuple((g.initial_seed(), g.get_offset()) for g in _cuda_generators())
+        if _cuda_in_use():
+            # A Philox generator's state is its seed and an offset: two integers instead of a copy from the device.
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            positions += (generator.initial_seed(), generator.get_offset())
+        return (*positions, _CPU.get_state())
 
-    def restore(self, snapshot: tuple[object, ...]) -> None:
-        for stream, position in zip(self._order, snapshot, strict=False):
-            stream.position = position  # type: ignore[assignment]
-        rest = snapshot[len(self._order) :]
-        if not rest:
-            return
-        torch.default_generator.set_state(rest[0])  # type: ignore[arg-type]
-        for generator, state in zip(_cuda_generators(), rest[1:], strict=False):
-            assert isinstance(state, tuple)
-            generator.manual_seed(state[0])
-            generator.set_offset(state[1])
+    def drew_since(self, snapshot: tuple[object, ...]) -> bool:
+        """Whether numbers may have been drawn since ``snapshot``.  Of torch's generators that must be assumed: code
+        that draws and puts the state back (``fork_rng``) leaves no trace in it."""
+        if self._defaults:
+            return True
+        for stream, position in zip(self._order, snapshot):  # noqa: B905, SIM110 (this runs in every step)
+            if stream.position != position:
+                return True
+        return False
+
+    def restore(self, snapshot: tuple[Any, ...]) -> None:
+        if self._order:
+            for stream, position in zip(self._order, snapshot, strict=False):
+                stream.position = position
+        if self._defaults:
+            _CPU.set_state(snapshot[-1])
+            count = len(self._order)
+            if len(snapshot) > count + 1:
+                generator = torch.cuda.default_generators[torch.cuda.current_device()]
+                generator.manual_seed(snapshot[count])
+                generator.set_offset(snapshot[count + 1])
 
     def state_dict(self) -> dict[str, int]:
         """Position of every stream, by name: what a checkpoint stores."""
@@ -122,18 +155,3 @@ class RngLedger:
             raise KeyError(f"streams in the file: {sorted(state)}; streams of this run: {sorted(self._streams)}")
         for name, position in state.items():
             self._streams[name].position = int(position)
-
-
-def _cuda_generators() -> tuple[torch.Generator, ...]:
-    """The default generator of the current CUDA device, if CUDA is in use."""
-    return (torch.cuda.default_generators[torch.cuda.current_device()],) if torch.cuda.is_initialized() else ()
-
-
-def same_state(a: tuple[object, ...], b: tuple[object, ...]) -> bool:
-    """Whether two snapshots of one ledger are the same state."""
-    for x, y in zip(a, b, strict=True):
-        if x is y:
-            continue
-        if not (torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y):  # type: ignore[arg-type]
-            return False
-    return True

@@ -50,7 +50,7 @@ class Fitted:
 
     def __call__(self, x: Tensor, ledger: RngLedger | None = None) -> Any:
         """Run the chain.  The random streams of an enclosing tape are reproduced too."""
-        enclosing = state.tape
+        enclosing = state.now.tape
         if ledger is None and enclosing is not None:
             ledger = enclosing.ledger
         with Tape(ChunkPlan(groups=self.plan.to_groups()), ledger):

@@ -72,7 +72,7 @@ class Span:
         return [fn for _, fn in self.steps] + ([] if self.join is None else [self.join])
 
     def __call__(self, x: Tensor) -> Tensor:
-        frame, y = state.frame, x
+        frame, y = state.now.frame, x
         for where, (_, fn) in zip(self.wheres, self.steps, strict=False):
             frame.where = where  # what is saved, and what fails, is this step's
             y = fn(y)

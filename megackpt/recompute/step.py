@@ -19,20 +19,20 @@ from torch.autograd import forward_ad
 
 from megackpt.plan import KEEP, REPLAY, TIERS, Decision, Group, SaveSet
 from megackpt.recompute import nested
-from megackpt.recompute.call import StepCall, flatten, tensors_of
-from megackpt.recompute.context import COUNTED, LIVE, MERGED, pack, state
+from megackpt.recompute.call import TwoPhase, flatten, tensors_of
+from megackpt.recompute.context import COUNTED, LIVE, MERGED, state
+from megackpt.recompute.demand import resolve
 from megackpt.recompute.frame import ForwardFrame
 from megackpt.recompute.handle import Tag, is_parameter, live_tag, meta_of, storage_key, write_tag
 from megackpt.recompute.lanes import lane_of
 from megackpt.recompute.opaque import opaque
-from megackpt.recompute.replay import Record, ReplayFrame, pop_hooks, push_hooks, resolve
-from megackpt.recompute.rng import same_state
+from megackpt.recompute.replay import Record, pop_hooks, push_hooks
 from megackpt.recompute.span import Cut, Named, Span, cuts_of
 from megackpt.recompute.tape import Tape
 from megackpt.recompute.watch import Watch
 
 T = TypeVar("T")
-Module = Callable[[Tensor], Tensor]
+_in_transform = torch._C._functorch.peek_interpreter_stack
 
 
 class Scope:
@@ -47,20 +47,20 @@ class Scope:
         self._cuts: dict[tuple[str, int], tuple[SaveSet, tuple[Cut, ...]]] = {}
 
     def __call__(self, name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-        tape = state.tape
-        if tape is None or state.inner == MERGED or not torch.is_grad_enabled():
+        now = state.now
+        tape = now.tape
+        if tape is None or now.inner == MERGED or not torch.is_grad_enabled():
             return fn(*args, **kwargs)
         if torch.compiler.is_compiling():
             return opaque(_unseen)(self, name, fn, *args, **kwargs)
         if tape.observer is not None:
             return tape.observer(self.address, name, fn, args, kwargs)  # type: ignore[no-any-return]
         decision = tape.plan.save_set(self.address)[name]
-        if state.inner == COUNTED or not tape.live or _concerns_nobody(tape, decision, args, kwargs):
+        if now.inner == COUNTED or not tape.live or _concerns_nobody(tape, decision, args, kwargs):
             return _counted(decision.masks, fn, args, kwargs)
         where = f"{self.address} {name}" if self.address else name
         result: T = run_step(tape, where, decision, fn, args, kwargs)
         return result
-
 
     def branch(self, x: Tensor, steps: Sequence[Named], join: tuple[str, Callable[[Tensor, Tensor], Tensor]]) -> Tensor:
         """``join(x, y)`` with y from the named steps one after another, the first of which reads x.
@@ -68,8 +68,9 @@ class Scope:
         The same as a call of the scope for each of them and for the join; told at once, neighbours that the plan drops
         whole are one replay, and neighbours that it keeps cost nothing.
         """
-        tape = state.tape
-        if tape is None or state.inner == MERGED or not torch.is_grad_enabled():
+        now = state.now
+        tape = now.tape
+        if tape is None or now.inner == MERGED or not torch.is_grad_enabled():
             return _plainly(x, steps, join[1])
         if torch.compiler.is_compiling() or tape.verify or tape.observer is not None:  # these tell the steps apart
             y = x
@@ -88,8 +89,9 @@ class Scope:
             known = (save_set, cuts_of(steps, join[0], save_set, self.address))
             self._cuts[key] = known
         cuts, y = known[1], x
-        counted = state.inner == COUNTED or not tape.live
-        alone = tape.counts or not (state.frame is None or type(state.frame) is ReplayFrame)
+        now = state.now
+        counted = now.inner == COUNTED or not tape.live
+        alone = tape.counts or type(now.frame) is ForwardFrame
         if cuts[0].plain and (counted or not (alone or tape.dropped)):
             return _counted(cuts[0].decision.masks, _plainly, (x, steps, join[1]), {})
         for cut in cuts:
@@ -119,13 +121,13 @@ def _kept(tape: Tape, cut: Cut, part: Sequence[Named], y: Tensor, counted: bool)
     if tape.dropped and not counted and live_tag(y) is not None:
         y = run_step(tape, cut.wheres[0], cut.decision, part[0][1], (y,), {})
         part = part[1:]
-    before = state.masks
-    state.masks = cut.decision.masks
+    now = state.now
+    before, now.masks = now.masks, cut.decision.masks
     try:
         for _, fn in part:
             y = fn(y)
     finally:
-        state.masks = before
+        now.masks = before
     return y
 
 
@@ -134,7 +136,8 @@ def _concerns_nobody(tape: Tape, decision: Decision, args: tuple[Any, ...], kwar
     dropped."""
     if not decision.keeps_all or tape.counts or kwargs:
         return False
-    if state.frame is not None and type(state.frame) is not ReplayFrame:  # in a replay it takes what autograd saves
+    frame = state.now.frame
+    if type(frame) is ForwardFrame:  # in a replay it takes what autograd saves
         return False
     if not tape.dropped:
         return True
@@ -166,8 +169,9 @@ def step(name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
 
 def chain(layers: Sequence[tuple[int, Callable[[Tensor], Tensor]]], x: Tensor) -> Tensor:
     """Run numbered layers one after another, the plan's groups of them as one dropped step each."""
-    tape = state.tape
-    if tape is None or not torch.is_grad_enabled() or state.inner == MERGED:
+    now = state.now
+    tape = now.tape
+    if tape is None or not torch.is_grad_enabled() or now.inner == MERGED:
         return _in_turn((), layers, x)
     return _in_turn(tape.plan.groups, layers, x)
 
@@ -175,8 +179,9 @@ def chain(layers: Sequence[tuple[int, Callable[[Tensor], Tensor]]], x: Tensor) -
 def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Callable[[Tensor], Tensor]]], x: Tensor) -> Tensor:
     """The layers in order, groups of them as one step.  While an outer step's forward only counts, a group is no step
     either, but it stores what it will store in the outer one's replay."""
-    tape, place = state.tape, 0
-    starts = {group.first: group for group in (groups if state.inner == LIVE else _merged(groups))}
+    now, place = state.now, 0
+    tape = now.tape
+    starts = {group.first: group for group in (groups if now.inner == LIVE else _merged(groups))}
     while place < len(layers):
         first, module = layers[place]
         group = starts.get(first)
@@ -187,7 +192,7 @@ def _in_turn(groups: Sequence[Group], layers: Sequence[tuple[int, Callable[[Tens
         members = layers[place : place + group.last - group.first + 1]
         run = partial(_in_turn, group.inner or (), members)
         inner = MERGED if group.inner is None else COUNTED
-        if state.inner == LIVE:
+        if now.inner == LIVE:
             decision = Decision(output=group.output, internals=REPLAY, masks=REPLAY)
             x = run_step(tape, f"layers {group.first} to {group.last}", decision, run, (x,), {}, inner)
         else:
@@ -213,12 +218,15 @@ def _counted(
     masks: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: Mapping[str, Any], inner: int | None = None
 ) -> T:
     """A step that is none here: only its decision for masks holds, and for the steps inside it ``inner``."""
-    before = state.masks, state.inner
-    state.masks, state.inner = masks, state.inner if inner is None else inner
+    now = state.now
+    before = now.masks, now.inner
+    now.masks = masks
+    if inner is not None:
+        now.inner = inner
     try:
         return fn(*args, **kwargs)
     finally:
-        state.masks, state.inner = before
+        now.masks, now.inner = before
 
 
 def run_step(
@@ -236,63 +244,71 @@ def run_step(
     ``inner``: what steps inside a dropped one are, COUNTED (they decide for themselves in the replay) or MERGED.
     ``watch`` looks on if the step is dropped.
     """
-    _refuse_transforms(where, args)
-    if decision.output == REPLAY or decision.internals == REPLAY:
-        return _run_dropped(tape, where, decision, fn, args, kwargs, inner, watch)
-    frame = ForwardFrame(tape, where, decision, args)
-    if decision.internals != KEEP and (kwargs or any(map(nested.is_nested, args))):
-        frame.inputs = flatten(args, kwargs)[0]
-    ambient = state.read()
-    state.write((tape, frame, decision.masks, LIVE))
-    push_hooks(pack, resolve)
+    if _in_transform() is not None or forward_ad._current_level >= 0:
+        _refuse_transforms(where, args)
+    if decision.output != REPLAY and decision.internals != REPLAY:
+        return _run_kept(tape, where, decision, fn, args, kwargs)
+    leaves, spec = (args, None) if not kwargs and len(args) == 1 and type(args[0]) is Tensor else flatten(args, kwargs)
+    now, ledger = state.now, tape.ledger
+    record = Record(tape, where, fn, decision.masks, LIVE if inner == COUNTED else MERGED)
+    frame = ForwardFrame(tape, where, decision, leaves, now)
     try:
-        result = fn(*args, **kwargs)
+        record.hold(leaves, spec, frame)
+        if watch is not None or tape.verify:
+            record.watch = watch = tape.watch_for(record, watch)
+        elif decision.internals == REPLAY:
+            frame.drops = record
+        record.lane = lane_of(leaves)
+        rng = ledger.snapshot()
+        ambient = now.tape, now.frame, now.masks, now.inner
+        push_hooks(frame.pack, resolve)  # first: it fails where hooks are forbidden
+        now.tape, now.frame, now.masks, now.inner = tape, frame, decision.masks, inner
+        try:
+            result = fn(*args, **kwargs) if watch is None else watch.forward(fn, args, kwargs)
+        finally:
+            pop_hooks()
+            now.tape, now.frame, now.masks, now.inner = ambient
+            # Also when the replay of an outer step stops in here: what was saved so far is rebuilt by this step.
+            if rng and ledger.drew_since(rng):
+                record.rng = rng
+        record.packs = frame.count
+        record.check_arguments_unchanged(leaves)
+        if decision.output == KEEP:
+            record.ends_here = _ends_here(record, frame.last, result)
+        else:
+            _drop_outputs(frame, decision.output, result)
+        if tape.notes_records or isinstance(fn, TwoPhase):
+            tape.note_record(record)
     finally:
-        pop_hooks()
-        state.write(ambient)
-    if decision.output != KEEP:
-        _drop_outputs(frame, decision.output, result)
+        frame.close()
     return result
 
 
-def _run_dropped(
+def _run_kept(
     tape: Tape,
     where: str,
     decision: Decision,
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    inner: int,
-    watch: Watch | None,
 ) -> Any:
-    leaves, spec = flatten(args, kwargs)
-    frame = ForwardFrame(tape, where, decision, leaves)
-    call = StepCall(where, fn, decision.masks, LIVE if inner == COUNTED else MERGED)
-    call.hold(leaves, spec, frame.outer)
-    if watch is not None or tape.verify:
-        watch = tape.watch_for(call, watch)
-    record = Record(tape, call, watch)
-    record.lane = lane_of(leaves)
-    frame.drop_for(record)
-    ledger = tape.ledger
-    rng = ledger.snapshot()
-    ambient = state.read()
-    state.write((tape, frame, decision.masks, inner))
-    push_hooks(pack, resolve)
+    now = state.now
+    frame = ForwardFrame(tape, where, decision, args, now)
+    if decision.internals != KEEP and (kwargs or any(map(nested.is_nested, args))):
+        frame.inputs = flatten(args, kwargs)[0]
+    ambient = now.tape, now.frame, now.masks, now.inner
+    push_hooks(frame.pack, resolve)
+    now.tape, now.frame, now.masks, now.inner = tape, frame, decision.masks, LIVE
     try:
-        result = fn(*args, **kwargs) if watch is None else watch.forward(fn, args, kwargs)
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            pop_hooks()
+            now.tape, now.frame, now.masks, now.inner = ambient
+        if decision.output != KEEP:
+            _drop_outputs(frame, decision.output, result)
     finally:
-        pop_hooks()
-        state.write(ambient)
-        # Also when the replay of an outer step stops in here: what was saved so far is rebuilt by this step.
-        if not same_state(rng, ledger.snapshot()):
-            call.rng = rng
-    record.packs = frame.count
-    record.ends_here = decision.output == KEEP and bool(record.slots) and _is_over(frame.last, result)
-    call.check_inputs_unchanged(leaves)
-    tape.note_record(record)
-    if decision.output != KEEP:
-        _drop_outputs(frame, decision.output, result)
+        frame.close()
     return result
 
 
@@ -301,14 +317,15 @@ _SMALL = 1 << 14  # elements
 _ELEMENTWISE = frozenset(f"{name}Backward0" for name in ("Cos", "Gelu", "Log", "Pow", "Silu", "Sin"))
 
 
-def _is_over(last: Tensor | None, result: Any) -> bool:
-    """Whether the step had its result, or nearly, when it saved for the last time: what came after costs less than an
-    exception through the dispatcher, some ten microseconds."""
-    if last is None or not isinstance(result, Tensor):
+def _ends_here(record: Record, last: Tensor | None, result: Any) -> bool:
+    """Whether the step had its result, or nearly, when it saved an internal for the last time: what came after costs
+    less than an exception through the dispatcher, some ten microseconds."""
+    slot = record.slots[-1]() if record.slots else None
+    if slot is None or slot.number != record.packs - 1 or type(result) is not Tensor:
         return False
-    if storage_key(last) == storage_key(result):
-        return True
-    return result.numel() <= _SMALL and result.grad_fn is not None and result.grad_fn.name() in _ELEMENTWISE
+    if type(result.grad_fn).__name__ in _ELEMENTWISE:
+        return result.numel() <= _SMALL
+    return last is not None and storage_key(last) == storage_key(result)
 
 
 def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
@@ -333,7 +350,7 @@ def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
 
 
 def _refuse_transforms(where: str, args: tuple[Any, ...]) -> None:
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if _in_transform() is not None:
         raise RuntimeError(
             f"{where}: torch.func transforms (grad, vmap, jvp) cannot see through a replayed step; apply them outside "
             f"the tape, or without a plan"

@@ -15,12 +15,13 @@ import torch
 
 from megackpt.plan import ChunkPlan
 from megackpt.recompute.account import KeptBytes
-from megackpt.recompute.call import StepCall, TwoPhase
+from megackpt.recompute.call import TwoPhase
 from megackpt.recompute.context import LIVE, state
+from megackpt.recompute.demand import demand
 from megackpt.recompute.handle import Kept, Tag
 from megackpt.recompute.opaque import opaque
 from megackpt.recompute.producer import Producer
-from megackpt.recompute.replay import Record, demand
+from megackpt.recompute.replay import Record
 from megackpt.recompute.rng import RngLedger
 from megackpt.recompute.tiers.base import Stored, Tier
 from megackpt.recompute.verify import Verifier
@@ -44,6 +45,12 @@ class Tape:
     A tape opened while another is open shares that one's ``verify``, and its account if it has none of its own.
     """
 
+    __slots__ = (
+        "plan", "ledger", "label", "clear_after_backward", "verify", "observer", "on_replay", "live", "notes_records",
+        "dropped", "outer", "counts", "tags", "_account", "_tiers", "_booked", "_arguments", "_stored", "_two_phase",
+        "_rebuildable", "_kept", "_alive", "_previous", "_around", "_transparent", "__weakref__",
+    )  # fmt: skip
+
     def __init__(
         self,
         plan: ChunkPlan,
@@ -65,13 +72,15 @@ class Tape:
         self.observer = observer
         self.on_replay = on_replay
         self.live = account is not None or not plan.keeps_all
+        self.notes_records = plan.ahead > 0
         self.dropped = False  # whether an output has been dropped that a step may be given
         self.outer: tuple[Any, Any] | None = None
+        self.counts = account is not None  # somebody wants to know the bytes kept
         self._account = account
         self._tiers = tiers or {}
         self._booked = 0
-        self._tags: list[weakref.ref[Tag]] = []
-        self._records: list[weakref.ref[Record]] = []
+        self.tags: list[weakref.ref[Tag]] = []
+        self._arguments: list[tuple[weakref.ref[Kept], str]] = []
         self._stored: list[weakref.ref[Stored]] = []
         self._two_phase: list[weakref.ref[Record]] = []
         self._rebuildable: list[weakref.ref[Record]] = []  # only where some are to be rebuilt ahead
@@ -84,17 +93,19 @@ class Tape:
     def __enter__(self) -> Tape:
         if torch.compiler.is_compiling():
             return opaque(Tape.__enter__)(self)
-        self._transparent = state.inner != LIVE  # inside a dropped step: its replay, not we, decides
+        now = state.now
+        self._transparent = now.inner != LIVE  # inside a dropped step: its replay, not we, decides
         if not self._transparent:
-            self._previous = state.tape
+            self._previous = now.tape
             if self._previous is None:
                 self.outer = _top_hooks(True)
             else:
                 self.dropped = self._previous.dropped
                 self.outer = self._previous.outer
                 self.verify = self.verify or self._previous.verify
-                self._around = self._previous if self._account is None else None
-            state.tape = self
+                if self._account is None and self._previous.counts:
+                    self._around, self.counts = self._previous, True
+            now.tape = self
         return self
 
     def __exit__(
@@ -102,16 +113,12 @@ class Tape:
     ) -> None:
         if self._transparent:
             return
-        state.tape, self._previous = self._previous, None
-        self.cut()
-        for ref in self._records:
-            record = ref()
-            if record is not None:
-                for a in record.call.inputs:
-                    if a.kept is not None and not a.is_parameter:
-                        self.note_kept(a.kept, record.where)
-        self._records.clear()
+        state.now.tape, self._previous = self._previous, None
+        if self.tags:
+            self.cut()
         if self._account is not None:
+            self._alive += self._arguments
+            self._arguments.clear()
             self._kept = self.kept_now()
             self._booked = self.saved_bytes()
             self._account.add(self._booked)
@@ -125,11 +132,11 @@ class Tape:
     def cut(self) -> None:
         """Cut storages loose from the steps that made them, else a detached output that somebody holds would hold
         its step and the step's inputs."""
-        for ref in self._tags:
+        for ref in self.tags:
             tag = ref()
             if tag is not None:
                 tag.producer = None
-        self._tags.clear()
+        self.tags.clear()
 
     def ahead(self) -> None:
         """Begin what can be begun of the rebuilding (copies from tiers, collectives whose inputs are there), for a
@@ -166,28 +173,27 @@ class Tape:
         self._stored.append(weakref.ref(stored))
         return stored
 
-    def watch_for(self, call: StepCall, watch: Watch | None) -> Watch | None:
-        """Who looks on while the step of ``call`` runs, besides ``watch``."""
-        return Verifier(call, self.ledger, watch) if self.verify else watch
-
-    @property
-    def counts(self) -> bool:
-        """Whether somebody wants to know the bytes kept."""
-        return self._account is not None or self._around is not None
+    def watch_for(self, record: Record, watch: Watch | None) -> Watch | None:
+        """Who looks on while the step of ``record`` runs, besides ``watch``."""
+        return Verifier(record, self.ledger, watch) if self.verify else watch
 
     def note_tag(self, tag: Tag) -> None:
         self.dropped = True
-        self._tags.append(weakref.ref(tag))
+        self.tags.append(weakref.ref(tag))
 
     def note_record(self, record: Record) -> None:
         if self.plan.ahead:
             self._rebuildable.append(weakref.ref(record))
-        if isinstance(record.call.fn, TwoPhase):
+        if isinstance(record.fn, TwoPhase):
             self._two_phase.append(weakref.ref(record))
-        if self._account is not None:
-            self._records.append(weakref.ref(record))
-        elif self._around is not None:
-            self._around.note_record(record)
+
+    def note_argument(self, kept: Kept, where: str) -> None:
+        """Count what a dropped step holds, after all that autograd saves."""
+        if self._account is None:
+            if self._around is not None:
+                self._around.note_argument(kept, where)
+        else:
+            self._arguments.append((weakref.ref(kept), where))
 
     def note_kept(self, kept: Kept, where: str) -> None:
         """Count a kept tensor, if it lives to the end of the forward."""

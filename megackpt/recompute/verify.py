@@ -15,6 +15,7 @@ KERNEL     an operation with equal inputs and no random numbers gave other bits:
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -29,7 +30,7 @@ from megackpt.recompute.trace import Operation, Trace, digest, names_of
 from megackpt.recompute.watch import Call, Watch
 
 if TYPE_CHECKING:
-    from megackpt.recompute.call import StepCall
+    from megackpt.recompute.replay import Record
     from megackpt.recompute.rng import RngLedger
 
 RNG = "RNG"
@@ -71,12 +72,12 @@ class Verifier(Watch):
     """Looks on while one dropped step runs; ``other`` is a watch that would look on anyway."""
 
     __slots__ = (
-        "_call", "_digests", "_first", "_inputs", "_ledger", "_other", "_outside", "_second", "_statistics", "_trace",
+        "_digests", "_first", "_inputs", "_ledger", "_other", "_outside", "_record", "_second", "_statistics", "_trace",
         "_wrong",
     )  # fmt: skip
 
-    def __init__(self, call: StepCall, ledger: RngLedger, other: Watch | None) -> None:
-        self._call = call
+    def __init__(self, record: Record, ledger: RngLedger, other: Watch | None) -> None:
+        self._record = weakref.ref(record)  # which holds us
         self._ledger = ledger
         self._other = Watch() if other is None else other
         self._digests: dict[tuple[str, int], bytes] = {}
@@ -148,7 +149,13 @@ class Verifier(Watch):
         if finding.cause == KERNEL:
             finding = self._run_again(finding)
         self._inputs, self._trace = ((), {}), Trace({})
-        return VerifyError(self._call.where, self._wrong, finding.cause, finding.detail)
+        return VerifyError(self._step.where, self._wrong, finding.cause, finding.detail)
+
+    @property
+    def _step(self) -> Record:
+        record = self._record()
+        assert record is not None  # it is being replayed
+        return record
 
     def _maker(self, original: bytes) -> str:
         made = [o.name for o in self._first.operations if original in o.writes]
@@ -156,17 +163,17 @@ class Verifier(Watch):
 
     def _run_again(self, finding: Finding) -> Finding:
         """Replay once more: does the suspected operation differ from itself?"""
-        args, kwargs = self._inputs
-        run, trace = _new_run(self._call.fn, args, kwargs)
-        if self._call.rng is not None:
-            self._ledger.restore(self._call.rng)
-        ambient = state.read()
-        state.write((None, None, self._call.masks, MERGED))
+        (args, kwargs), step, now = self._inputs, self._step, state.now
+        run, trace = _new_run(step.fn, args, kwargs)
+        if step.rng is not None:
+            self._ledger.restore(step.rng)
+        ambient = now.tape, now.frame, now.masks, now.inner
+        now.tape, now.frame, now.masks, now.inner = None, None, step.masks, MERGED
         try:
             with trace, torch.autograd.graph.saved_tensors_hooks(_same, _same):
-                self._call.fn(*args, **kwargs)
+                step.fn(*args, **kwargs)
         finally:
-            state.write(ambient)
+            now.tape, now.frame, now.masks, now.inner = ambient
         again = compare(self._second, run)
         if again.cause == KERNEL and again.place == finding.place:
             return Finding(KERNEL, f"{finding.detail}, and two replays in a row differ as well", finding.place)

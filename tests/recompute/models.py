@@ -129,4 +129,3 @@ class Subject:
         gradients = {name: p.grad.clone() for name, p in self.chunk.named_parameters() if p.grad is not None}
         assert len(gradients) == len(list(self.chunk.parameters()))
         return Outcome(loss.detach(), gradients, self.ledger.state_dict(), torch.get_rng_state())
-

@@ -73,7 +73,7 @@ def test_nothing_lives_after_a_failed_forward() -> None:
 
     with pytest.raises(ValueError, match="no"), Tape(DROP_ALL):
         step("broken", broken, step("a", torch.exp, x))
-    assert state.tape is None and state.frame is None and alive() == {}
+    assert state.now.tape is None and state.now.frame is None and alive() == {}
 
 
 def test_an_output_held_after_the_forward_holds_no_step() -> None:
@@ -157,7 +157,7 @@ class Ambient:
             torch.is_autocast_enabled("cpu"),
             torch.get_autocast_dtype("cpu"),
             torch.is_autocast_cache_enabled(),
-            state.read(),
+            (state.now.tape, state.now.frame, state.now.masks, state.now.inner),
             ledger.state_dict(),
             torch.get_rng_state().tolist(),
         ]
