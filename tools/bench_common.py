@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
+from megackpt.mesh.rendezvous import shutdown
 from megackpt.observe.memory_tracker import MemoryTracker
 
 
@@ -116,7 +117,7 @@ def _process(rank: int, folder: str, processes: int, work: Callable[..., Any], a
         Path(folder, f"{rank}.json").write_text(json.dumps(work(*arguments)))
         dist.barrier()
     finally:
-        dist.destroy_process_group()
+        shutdown()
 
 
 # -- reports ---------------------------------------------------------------------------------------------------------

@@ -39,6 +39,7 @@ from megackpt.config.parallel import ParallelConfig
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.parameter import ParameterRecord
 from megackpt.mesh.process_mesh import ProcessMesh
+from megackpt.mesh.rendezvous import shutdown
 from megackpt.mesh.sink import GradientSink
 from megackpt.observe.memory_tracker import MemoryTracker
 from megackpt.optim import GradientBuffer, GradientReduction, MasterOptimizer, clip_, gradient_statistics
@@ -175,7 +176,7 @@ def _rank(rank: int, port: int, args: argparse.Namespace, path: str) -> None:
     if rank == 0:
         write_json(path, {"parameters": count, "held": held, "runs": [vars(run) for run in runs], "losses": losses})
     dist.barrier()
-    dist.destroy_process_group()
+    shutdown()
 
 
 def counted(make: Callable[[nn.Sequential], Step], model: nn.Sequential) -> tuple[Step, int]:

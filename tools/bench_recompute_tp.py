@@ -40,6 +40,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import flop_registry
 
 from megackpt.mesh.process_mesh import Axis
+from megackpt.mesh.rendezvous import shutdown
 from megackpt.observe.memory_tracker import MemoryTracker
 from tools.bench_common import Runs, in_turns, median_ratio
 from tools.bench_plain import Model
@@ -214,7 +215,7 @@ def _process(rank: int, folder: str, job: Job) -> None:
         found = {name: asdict(got) for name, got in on_rank(rank, T, job).items()}
         Path(folder, f"{rank}.json").write_text(json.dumps(found))
     finally:
-        dist.destroy_process_group()
+        shutdown()
 
 
 def measure(job: Job) -> dict[str, dict[str, Any]]:

@@ -94,6 +94,7 @@ class Board:
         if error is None and not self._failed:
             with contextlib.suppress(RuntimeError):
                 self._publish("finished")
+        self._doing = lambda: "over"  # what told it holds the whole run
         os.close(self._wake_read)
         os.close(self._wake_write)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from datetime import timedelta
 
@@ -35,6 +36,11 @@ def init_process_group(parallel: ParallelConfig, launch: LaunchEnvironment, seam
 
 
 def shutdown() -> None:
-    """Leave the default group and all others, if any was joined. Safe to call twice."""
+    """Leave the default group and all others, if any was joined. Safe to call twice.
+
+    A group that garbage still refers to keeps its threads. One of them may be about to free a tensor when the
+    interpreter goes away, and the process would end with SIGABRT after all its work; so they end here.
+    """
     if dist.is_initialized():
         dist.destroy_process_group()
+        gc.collect()

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import gc
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from tests.layouts import SMALL_LLAMA, Flags, Layout, built, steps
-from tests.pool import run_distributed
+from tests.layouts import SMALL_LLAMA, Flags, Layout, built, steps, words
+from tests.pool import ROOT, SINGLE_THREAD, run_distributed
 
 SHARDED: Flags = {"use-distributed-optimizer": True, "overlap-grad-reduce": True, "overlap-param-gather": True}
 CASES = {
@@ -36,3 +39,27 @@ def test_a_run_that_is_over_holds_no_process_group(flags: Flags, layout: Layout)
     for _ in range(2):
         run_distributed(_train, 2, SMALL_LLAMA | flags, layout)
     assert run_distributed(_threads, 2) == before
+
+
+# A thread of gloo that frees a tensor while the interpreter goes away aborts the process, after all its work.
+_AFTER = """
+import os, sys
+from pathlib import Path
+from megackpt.cli.train import main
+code = main(sys.argv[1:])
+names = [Path("/proc/self/task", task, "comm").read_text() for task in os.listdir("/proc/self/task")]
+os.write(1, f"code {code}, threads of gloo: {sum('gloo' in name for name in names)}\\n".encode())
+sys.exit(code)
+"""
+
+
+def test_no_thread_of_a_group_outlives_the_run(tmp_path: Path) -> None:
+    script = tmp_path / "after.py"
+    script.write_text(_AFTER)
+    flags: Flags = SMALL_LLAMA | {"pipeline-model-parallel-size": 2, "train-iters": 2, "num-workers": 0}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [*launcher, *words(flags)], cwd=tmp_path, env={**os.environ, **SINGLE_THREAD, "PYTHONPATH": str(ROOT)},
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert done.stdout.count("code 0, threads of gloo: 0") == 2, done.stdout + done.stderr
