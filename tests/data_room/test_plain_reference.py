@@ -13,7 +13,7 @@ import pytest
 from megackpt.data.blend import blend_order
 from megackpt.data.gpt_dataset import GPTDataset, SampleFormat
 from megackpt.data.hashing import permutation
-from megackpt.data.sample_index import build_sample_index
+from megackpt.data.sample_index import _sample_starts, build_sample_index
 from tests.data_room.tools import write_documents
 
 M64, GOLDEN = 2**64 - 1, 0x9E3779B97F4A7C15
@@ -130,19 +130,36 @@ def test_starts_are_found_in_every_proportion_of_documents_to_samples(
     """A sample starts in the first document that ends behind its first token."""
     monkeypatch.setattr("megackpt.data.sample_index._CHUNK", chunk)
     random = np.random.default_rng(seq_length)
-    for documents in (1, 8, 61, 203):
+    for documents in (1, 8, 9, 61, 203):
         own = random.choice(lengths, documents).astype(width)
         own[random.integers(documents)] = max(lengths)
         tokens = int(own.sum(dtype=np.int64))
         if tokens <= seq_length:
             continue
-        for samples in (1, 5, (2 * tokens - 1) // seq_length):
-            index = build_sample_index(own, range(documents), seq_length, 5, samples)
+        for seed, samples in enumerate((1, 2, 3, 4, 5, (2 * tokens - 1) // seq_length)):
+            index = build_sample_index(own, range(documents), seq_length, seed, samples)
             ends = np.cumsum(own[index.documents], dtype=np.int64)
             token = np.arange(len(index.starts), dtype=np.int64) * seq_length
             position = np.searchsorted(ends, token, side="right")
             assert index.starts[:, 0].tolist() == position.tolist() and position[-1] == len(ends) - 1
             assert index.starts[:, 1].tolist() == (token - ends[position] + own[index.documents[position]]).tolist()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "samples"),
+    [
+        ([29, 0, 0, 0, 0, 0, 0, 2], 10),  # placed in two rounds: the second begins inside the first document
+        ([1, 0, 0, 0, 0, 0, 0, 26], 2),  # a last document with more samples than are wanted
+        ([1, 0, 0, 0, 0, 0, 0, 0, 2, 0, 0, 0, 30], 3),
+    ],
+)
+def test_starts_where_a_document_holds_more_samples_than_are_placed(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], samples: int
+) -> None:
+    monkeypatch.setattr("megackpt.data.sample_index._CHUNK", 8)
+    starts, used = _sample_starts(np.array(sizes, dtype=np.int32), np.arange(len(sizes)), 3, samples)
+    text = [(document, offset) for document, size in enumerate(sizes) for offset in range(size)]
+    assert [tuple(start) for start in starts.tolist()] == text[: 3 * samples + 1 : 3] and used == starts[-1, 0] + 1
 
 
 @pytest.mark.parametrize(
