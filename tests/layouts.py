@@ -3,7 +3,7 @@
 T0 is a small GPT with all sizes distinct; L0 is its Llama-style sister with one layer more (so that it does not
 divide evenly over stages) and grouped queries.  R0 is either on one process without recompute.  A run is built in a
 worker of `tests/pool.py` by the product's own `build`; steps go through the product's own `Stepper`.  Gradients are
-those before clipping and update, whole (gathered over tensor-parallel ranks) and without padded vocabulary rows.
+those before clipping and update, whole (gathered over tensor-parallel ranks) and without padding.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def built(flags: Mapping[str, object], layout: Layout = Layout()) -> Trainer:
 
 
 def whole(trainer: Trainer, local: Tensor, record: ParameterRecord) -> Tensor:
-    """The unsharded tensor without padded rows; a collective call of the tensor-parallel ranks."""
+    """The unsharded tensor without padding; a collective call of the tensor-parallel ranks."""
     full = gather_full(local, record, trainer.mesh.tp)
-    return full.clone() if record.valid_rows is None else full[: record.valid_rows].clone()
+    return record.without_padding(full).clone()
 
 
 def whole_gradients(trainer: Trainer) -> dict[str, Tensor]:

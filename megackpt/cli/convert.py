@@ -7,7 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from megackpt.config.checks import at_least
 from megackpt.config.errors import UsageError
+from megackpt.config.model import padding_words
 from megackpt.config.parse import refuse
 
 if TYPE_CHECKING:
@@ -47,6 +49,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--vocab-size", type=int, metavar="N", help="rows of the vocabulary that are no padding")
     parser.add_argument("--dtype", choices=DTYPES, help="type of the written weights (default: as they are)")
     parser.add_argument("--max-file-gib", type=float, default=4.0, metavar="GIB", help="size of a file (default: 4)")
+    parser.add_argument(
+        "--target-tensor-parallel-size",
+        type=int,
+        metavar="N",
+        help="the checkpoint is for runs of this --tensor-model-parallel-size: if it does not divide the heads, whole"
+        " groups of heads that are zero are added, with which the model computes the same",
+    )
     return parser
 
 
@@ -60,11 +69,17 @@ def _convert(own: argparse.Namespace) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[own.dtype]
     if own.max_file_gib <= 0:
         raise UsageError(f"--max-file-gib must be above 0; got {own.max_file_gib:g}.")
-    write = write_folder if kind == "megackpt" else write_checkpoint
-    model = weights.model
+    model, size = weights.model, int(own.max_file_gib * 2**30)
     for note in weights.notes:
         print(f"megackpt: {note}")
-    path = write(own.save, weights, dtype=dtype, file_bytes=int(own.max_file_gib * 2**30))
+    if kind == "megackpt":
+        path = write_folder(own.save, weights, dtype=dtype, file_bytes=size)
+    else:
+        parallel = own.target_tensor_parallel_size or 1
+        path = write_checkpoint(own.save, weights, dtype=dtype, file_bytes=size, tensor_parallel=parallel)
+        if model.num_query_groups % parallel:
+            padded = model.with_query_groups(-(-model.num_query_groups // parallel) * parallel)
+            print(f"megackpt: {padding_words(padded)}")
     print(
         f"megackpt: wrote {path} ({model.num_layers} layers, hidden {model.hidden_size}, vocabulary {weights.vocab},"
         f" {str(dtype or weights.dtype).removeprefix('torch.')})"
@@ -75,6 +90,13 @@ def _read(own: argparse.Namespace, kind: str) -> Weights:
     from megackpt.persist.convert import read_checkpoint, read_folder, read_megatron
     from megackpt.persist.convert.weights import with_vocabulary
 
+    if own.target_tensor_parallel_size is not None:
+        at_least("--target-tensor-parallel-size", own.target_tensor_parallel_size, 1)
+        if kind == "megackpt":
+            raise UsageError(
+                f"--target-tensor-parallel-size {own.target_tensor_parallel_size} is for checkpoints of megackpt; what"
+                f" becomes of {own.load} is a Hugging Face folder. A run loads {own.load} with any padding."
+            )
     if own.iteration is not None and kind != "megackpt":
         raise UsageError(f"--iteration {own.iteration}: {own.load} is no checkpoint of megackpt.")
     if kind == "megatron":

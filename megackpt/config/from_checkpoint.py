@@ -59,7 +59,7 @@ def with_checkpoint(values: Layer) -> tuple[dict[str, Value], list[str]]:
         found = _stored(Path(folder))
         if found is not None:
             directory, document = found
-            return _merged(values, _layer(directory, document), directory)
+            return _merged(values, _padded(_layer(directory, document), values), directory)
     raise UsageError(f"--use-checkpoint-args: {' and '.join(folders)} has no checkpoint with a readable {RUN_FILE}.")
 
 
@@ -69,7 +69,7 @@ def _stored(root: Path) -> tuple[Path, Mapping[str, object]] | None:
             with (directory / RUN_FILE).open("rb") as file:
                 run = json.loads(file.read(_LARGEST))
             document = yaml.safe_load(run["extra"]["config"])
-            if isinstance(document["model"], Mapping) and isinstance(document["data"], Mapping):
+            if isinstance(document["model"], Mapping) and isinstance(document.get("data", {}), Mapping):
                 return directory, document
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
             continue  # an older one has the same model
@@ -77,7 +77,7 @@ def _stored(root: Path) -> tuple[Path, Mapping[str, object]] | None:
 
 
 def _layer(directory: Path, document: Mapping[str, object]) -> dict[str, Value]:
-    model, data = document["model"], document["data"]
+    model, data = document["model"], document.get("data", {})  # converted weights have no data
     assert isinstance(model, Mapping) and isinstance(data, Mapping)
     source = Source(f"{directory / RUN_FILE}")
     read_mapping({**model, **{key: value for key, value in data.items() if key in _TOKENIZER}}, source)
@@ -85,6 +85,20 @@ def _layer(directory: Path, document: Mapping[str, object]) -> dict[str, Value]:
     if problems:
         raise UsageError("\n".join(problems))
     return expand(source.values)
+
+
+def _padded(stored: dict[str, Value], values: Layer) -> dict[str, Value]:
+    """``stored`` with as many padding heads as --tensor-model-parallel-size needs, if it has any that do not divide."""
+    own, tensor = stored.get("unpadded-query-groups"), values.get("tensor-model-parallel-size", 1)
+    heads, groups = stored.get("num-attention-heads"), stored.get("num-query-groups")
+    if not (isinstance(own, int) and isinstance(tensor, int) and isinstance(heads, int)) or tensor < 1:
+        return stored
+    groups = groups if isinstance(groups, int) else heads
+    if not 1 <= own <= groups or groups % tensor == 0:
+        return stored
+    wanted = -(-own // tensor) * tensor
+    grouped = {"num-query-groups": wanted} if "num-query-groups" in stored else {}
+    return stored | {"num-attention-heads": heads // groups * wanted} | grouped
 
 
 def _merged(values: Layer, stored: Layer, directory: Path) -> tuple[dict[str, Value], list[str]]:

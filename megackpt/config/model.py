@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megackpt.config.checks import above_zero, at_least, nearest_divisors, nearest_multiples, one_of, within
 from megackpt.config.errors import UsageError
@@ -24,6 +24,8 @@ class ModelConfig:
     """Tokens of a training sample."""
     num_query_groups: int = DERIVED
     """Key/value heads; as many as heads unless attention is grouped."""
+    unpadded_query_groups: int = DERIVED
+    """The first so many groups are the model's; the others are padding, zero, so that heads divide over ranks."""
     kv_channels: int = DERIVED
     """Size of one head; hidden / heads."""
     ffn_hidden_size: int = DERIVED
@@ -73,7 +75,13 @@ class ModelConfig:
             "make_vocab_size_divisible_by",
         ):
             at_least(_flag(name), getattr(self, name), 1)
-        for name in ("num_query_groups", "kv_channels", "ffn_hidden_size", "max_position_embeddings"):
+        for name in (
+            "num_query_groups",
+            "unpadded_query_groups",
+            "kv_channels",
+            "ffn_hidden_size",
+            "max_position_embeddings",
+        ):
             at_least(_flag(name), getattr(self, name), DERIVED)
         at_least("--vocab-size", self.vocab_size, 1)
         at_least("--loss-chunk-size", self.loss_chunk_size, 1)
@@ -86,6 +94,21 @@ class ModelConfig:
     def gated(self) -> bool:
         """The MLP's first product has a gate beside it (two matrices of ffn_hidden_size rows)."""
         return self.swiglu
+
+    @property
+    def unpadded_heads(self) -> int:
+        """Query heads that are not padding."""
+        return self.num_attention_heads // self.num_query_groups * self.unpadded_query_groups
+
+    def with_query_groups(self, groups: int) -> ModelConfig:
+        """The same model with ``groups`` groups of heads, those beyond its own being padding.
+
+        Raises UsageError if that would take some of its own away.
+        """
+        if groups < self.unpadded_query_groups:
+            raise UsageError(f"the model has {self.unpadded_query_groups} groups of heads, more than {groups}")
+        heads = self.num_attention_heads // self.num_query_groups * groups
+        return replace(self, num_attention_heads=heads, num_query_groups=groups)
 
     def padded_vocab_size(self, vocab: int, tensor_parallel: int) -> int:
         """``vocab`` rounded up to a multiple of make_vocab_size_divisible_by x tensor_parallel."""
@@ -104,6 +127,8 @@ class ModelConfig:
             object.__setattr__(self, "kv_channels", hidden // heads)
         if self.num_query_groups == DERIVED:
             object.__setattr__(self, "num_query_groups", heads)
+        if self.unpadded_query_groups == DERIVED:
+            object.__setattr__(self, "unpadded_query_groups", self.num_query_groups)
         if self.ffn_hidden_size == DERIVED:
             gated = max(64, int(4 * hidden * 2 / 3 / 64) * 64)
             object.__setattr__(self, "ffn_hidden_size", gated if self.swiglu else 4 * hidden)
@@ -116,6 +141,11 @@ class ModelConfig:
             raise UsageError(
                 f"--num-attention-heads {heads} is not divisible by --num-query-groups {groups}. Nearest valid:"
                 f" --num-query-groups {nearest_divisors(groups, heads)}."
+            )
+        if self.unpadded_query_groups > groups:
+            raise UsageError(
+                f"--unpadded-query-groups {self.unpadded_query_groups} exceeds the {groups} groups that there are with"
+                f" padding (--num-query-groups). Nearest valid: --unpadded-query-groups {groups}."
             )
         within("--attention-dropout", self.attention_dropout, 0.0, 1.0)
         within("--hidden-dropout", self.hidden_dropout, 0.0, 1.0)
@@ -146,6 +176,15 @@ class ModelConfig:
         above_zero("--init-method-std", self.init_method_std)
         if self.swiglu and self.squared_relu:
             raise UsageError("--swiglu and --squared-relu contradict each other: an MLP has one activation.")
+
+
+def padding_words(model: ModelConfig) -> str:
+    """What the user should know of padding heads."""
+    return (
+        f"{model.num_attention_heads} heads in {model.num_query_groups} groups, {model.unpadded_heads} in"
+        f" {model.unpadded_query_groups} of them the model's: the others are zero and stay zero. Parameters are counted"
+        " without them, FLOPs, throughput and memory with them."
+    )
 
 
 def _flag(field: str) -> str:

@@ -117,7 +117,7 @@ class RunConfig:
             ("--ffn-hidden-size", model.ffn_hidden_size),
         )
         for flag, value in split:
-            _divides(flag, value, tensor, "")
+            _divides(flag, value, tensor, "", "" if flag == "--ffn-hidden-size" else _padding(model, tensor))
         if self.parallel.sequence_parallel:
             _divides("--seq-length", model.seq_length, tensor, " (with --sequence-parallel)")
 
@@ -165,10 +165,22 @@ class RunConfig:
             )
 
 
-def _divides(flag: str, value: int, tensor: int, when: str) -> None:
+def _padding(model: ModelConfig, tensor: int) -> str:
+    """How the heads can be made to divide."""
+    padded = model.with_query_groups(-(-model.unpadded_query_groups // tensor) * tensor)
+    grouped = model.num_query_groups != model.num_attention_heads
+    groups = f" --group-query-attention --num-query-groups {padded.num_query_groups}" if grouped else ""
+    return (
+        f" Or keep the model and pad it with heads that are zero: --num-attention-heads {padded.num_attention_heads}"
+        f"{groups} --unpadded-query-groups {model.unpadded_query_groups} --kv-channels {model.kv_channels}, which loads"
+        f" its checkpoints as they are (megackpt convert --target-tensor-parallel-size {tensor} sets them for you)."
+    )
+
+
+def _divides(flag: str, value: int, tensor: int, when: str, otherwise: str = "") -> None:
     if value % tensor:
         raise UsageError(
             f"{flag} {value} is not divisible by --tensor-model-parallel-size {tensor}{when}. Nearest valid:"
             f" {flag} {nearest_multiples(value, tensor)}, or --tensor-model-parallel-size"
-            f" {nearest_divisors(tensor, value)}."
+            f" {nearest_divisors(tensor, value)}.{otherwise}"
         )

@@ -26,6 +26,8 @@ def section_document(section: str, config: object) -> dict[str, object]:
         grouped = config.num_query_groups != config.num_attention_heads
         document["group-query-attention"] = grouped
         document["num-query-groups"] = config.num_query_groups if grouped else None
+        padded = config.unpadded_query_groups != config.num_query_groups
+        document["unpadded-query-groups"] = config.unpadded_query_groups if padded else None
     return document
 
 

@@ -72,6 +72,16 @@ ROWS: tuple[Flag, ...] = (
         default="1 with --group-query-attention",
     ),
     works(
+        "--unpadded-query-groups",
+        MODEL,
+        "int",
+        "model.unpadded_query_groups",
+        "The first so many groups of heads are the model's. The others are padding, zero for ever, so that heads"
+        " divide by --tensor-model-parallel-size (megackpt convert --target-tensor-parallel-size makes such models).",
+        minimum=1,
+        default="all of them",
+    ),
+    works(
         "--position-embedding-type",
         MODEL,
         "text",

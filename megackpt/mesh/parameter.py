@@ -23,7 +23,7 @@ _ATTRIBUTE = "megackpt_record"
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """Facts of one parameter. Shapes and rows are those of the whole, unsharded tensor."""
+    """Facts of one parameter. Shapes are those of the whole, unsharded tensor."""
 
     global_shape: tuple[int, ...]
     name: str = ""  # in the whole model, the same at every layout
@@ -33,22 +33,27 @@ class ParameterRecord:
     tied: bool = False  # a second copy lives on another pipeline stage
     counted: bool = True  # this copy counts in norms (False for the last stage's copy of a tied weight)
     decay: bool = True  # weight decay applies
-    valid_rows: int | None = None  # rows of dimension 0 beyond this are padding; None: there is none
+    valid: int | None = None  # what lies beyond this along `padded_dim` is padding, zero; None: there is none
+    of_vocabulary: bool = False  # a row per token id: the word embedding or the output layer
 
     def __post_init__(self) -> None:
         if self.shard_dim is not None and not 0 <= self.shard_dim < len(self.global_shape):
             raise ValueError(
                 f"{self.name or 'parameter'}: no dimension {self.shard_dim} in {self.global_shape}"
             )
-        if self.valid_rows is not None and not 0 <= self.valid_rows <= self.global_shape[0]:
+        if self.valid is not None and not 0 <= self.valid <= self.global_shape[self.padded_dim]:
             raise ValueError(
-                f"{self.name or 'parameter'}: {self.valid_rows} valid rows in {self.global_shape}"
+                f"{self.name or 'parameter'}: {self.valid} of dimension {self.padded_dim} valid in {self.global_shape}"
             )
 
     @property
-    def of_vocabulary(self) -> bool:
-        """A row per token id: the word embedding or the output layer, which --decoupled-lr is about."""
-        return self.valid_rows is not None
+    def padded_dim(self) -> int:
+        """Padding makes a dimension divide: the sharded one."""
+        return self.shard_dim or 0
+
+    def without_padding(self, whole: Tensor) -> Tensor:
+        """View of the elements of the whole tensor that are not padding."""
+        return whole if self.valid is None else whole.narrow(self.padded_dim, 0, self.valid)
 
     def local_shape(self, tp_size: int) -> tuple[int, ...]:
         """Shape of one shard. Raises ValueError if the sharded dimension does not divide by `tp_size`."""
@@ -72,7 +77,8 @@ def annotate(
     tied: bool = False,
     counted: bool = True,
     decay: bool = True,
-    valid_rows: int | None = None,
+    valid: int | None = None,
+    of_vocabulary: bool = False,
 ) -> Parameter:
     """Store a record (still without its name) on `parameter`, which is returned.
 
@@ -89,7 +95,8 @@ def annotate(
         tied=tied,
         counted=counted,
         decay=decay,
-        valid_rows=valid_rows,
+        valid=valid,
+        of_vocabulary=of_vocabulary,
     )
     whole, local = record.global_shape, tuple(parameter.shape)
     same = len(whole) == len(local) and all(

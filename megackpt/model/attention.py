@@ -28,7 +28,8 @@ class Attention(nn.Module):
         super().__init__()
         self.config, self.tp = config, tp
         heads, groups, d = config.num_attention_heads, config.num_query_groups, config.kv_channels
-        self.groups = groups // tp.axis.size
+        self.groups, own = groups // tp.axis.size, config.unpadded_query_groups
+        padded = own < groups  # groups beyond are zero: they add nothing, and their gradients are zero
         self.norm = make_norm(config, tp, f"{name}.norm")
         self.qkv = ColumnLinear(
             tp,
@@ -37,6 +38,7 @@ class Attention(nn.Module):
             name=f"{name}.qkv",
             std=config.init_method_std,
             bias=config.add_bias_linear,
+            valid=own * (heads // groups + 2) * d if padded else None,
         )
         self.normed = config.qk_layernorm
         if self.normed:
@@ -49,6 +51,7 @@ class Attention(nn.Module):
             name=f"{name}.proj",
             std=config.init_method_std / (2.0 * config.num_layers) ** 0.5,
             bias=config.add_bias_linear,
+            valid=own * (heads // groups) * d if padded else None,
         )
         self.residual = Residual(config, tp, self.proj.bias_after)
         self.rotated = int(d * config.rotary_percent) if config.position_embedding_type == "rope" else 0

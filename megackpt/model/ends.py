@@ -102,7 +102,8 @@ class TiedWord(nn.Module):
             shard_dim=0,
             tied=True,
             counted=False,
-            valid_rows=vocab,
+            valid=vocab,
+            of_vocabulary=True,
         )
 
 
@@ -128,7 +129,8 @@ class Head(nn.Module):
                 kind="normal",
                 std=config.init_method_std,
                 shard_dim=0,
-                valid_rows=vocab,
+                valid=vocab,
+                of_vocabulary=True,
             )
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:

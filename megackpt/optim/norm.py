@@ -107,14 +107,18 @@ def squared_norm(tensors: list[Tensor], device: torch.device) -> Tensor:
 
 
 def without_padding(local: Tensor, record: ParameterRecord, mesh: ProcessMesh, first: int) -> Tensor:
-    """View of the elements that exist in the unpadded parameter (possibly none); `local` are those of the flattened
-    local tensor from `first` on."""
-    if record.valid_rows is None:
+    """The elements that exist in the unpadded parameter (possibly none); `local` are those of the flattened local
+    tensor from `first` on."""
+    if record.valid is None:
         return local
-    shape = record.local_shape(mesh.tp.size)
-    above = mesh.tp.index * shape[0] if record.shard_dim == 0 else 0
-    valid = max(0, record.valid_rows - above) * math.prod(shape[1:])
-    return local[: max(0, valid - first)]
+    shape, dim = record.local_shape(mesh.tp.size), record.padded_dim
+    before = mesh.tp.index * shape[dim] if record.shard_dim is not None else 0
+    inner = math.prod(shape[dim + 1 :])
+    valid = max(0, record.valid - before) * inner
+    if dim == 0:
+        return local[: max(0, valid - first)]
+    place = torch.arange(first, first + local.numel(), device=local.device) % (shape[dim] * inner)
+    return local[place < valid]
 
 
 def _sum_over_model(shards: dict[int, list[Tensor]], mesh: ProcessMesh, ranks: int) -> list[float]:

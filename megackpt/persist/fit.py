@@ -32,7 +32,7 @@ _LEFT_OUT = {
 
 @dataclass(frozen=True)
 class Fit:
-    """What this rank reads: `pieces`, after zeroing `padding` (views of rows that the checkpoint does not have)."""
+    """What this rank reads: `pieces`, after zeroing `padding` (views of what the checkpoint does not have)."""
 
     pieces: list[Piece]
     padding: list[Tensor]
@@ -79,23 +79,29 @@ def _one_sided(directory: Path, missing: list[str], surplus: list[str], strictne
 
 
 def _misfit(piece: Piece, stored: StoredTensor) -> str | None:
-    """Shapes must agree, but for the padding rows of a table whose valid rows do."""
-    own = piece.global_shape
-    if own == stored.shape:
+    """Shapes must agree, but for padding."""
+    own, there, dim = piece.global_shape, stored.shape, piece.padded_dim
+    if len(own) != len(there) or any(a != b for d, (a, b) in enumerate(zip(own, there, strict=True)) if d != dim):
+        return f"{piece.key} has shape {list(there)} there and {list(own)} here"
+    if piece.valid is None and stored.valid is None:
+        return None if own == there else f"{piece.key} has shape {list(there)} there and {list(own)} here"
+    of_heads = ".attn." in piece.key
+    if own == there and not of_heads:  # another vocabulary in the same table: ids tell
         return None
-    if piece.valid_rows is not None and stored.valid_rows is not None and own[1:] == stored.shape[1:]:
-        if piece.valid_rows == stored.valid_rows:
-            return None
-        return f"{piece.key} has {stored.valid_rows} rows there and {piece.valid_rows} here (--vocab-size)"
-    return f"{piece.key} has shape {list(stored.shape)} there and {list(own)} here"
+    mine = own[dim] if piece.valid is None else piece.valid
+    theirs = there[dim] if stored.valid is None else stored.valid
+    flag = "--unpadded-query-groups" if of_heads else "--vocab-size"
+    what = "rows" if dim == 0 else "columns"
+    return None if mine == theirs else f"{piece.key} has {theirs} {what} there and {mine} here ({flag})"
 
 
 def _uncovered(piece: Piece, stored: StoredTensor) -> Tensor | None:
-    """View of the piece's rows beyond the stored ones: padding that another padded size has added."""
+    """View of what the piece has beyond the stored tensor: padding that another padded size has added."""
     if piece.global_shape == stored.shape:
         return None
-    covered = max(0, stored.shape[0] - piece.offsets[0])
-    return piece.tensor.detach()[covered:]
+    dim, held = piece.padded_dim, piece.tensor.shape[piece.padded_dim]
+    covered = min(held, max(0, stored.shape[dim] - piece.offsets[dim]))
+    return piece.tensor.detach().narrow(dim, covered, held - covered)
 
 
 def _conversions(pieces: Sequence[Piece], manifest: Manifest) -> list[str]:

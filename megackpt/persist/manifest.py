@@ -26,7 +26,7 @@ from megackpt.persist.state import group_of
 from megackpt.persist.tensor_file import DTYPES, FileDigest
 from megackpt.persist.tensor_reader import are_sizes, elements, open_regular, read_header
 
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _LARGEST = 256 << 20  # bytes; a million and a half parts
 _CHECKED = 1 << 20  # bytes that are read and summed at a time
 _FILE_NAME = re.compile(r"(?:\w[\w.-]{0,99}/)?\w[\w.-]{0,99}", re.ASCII)
@@ -45,11 +45,11 @@ class StoredPart:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A global tensor. `dtype` is safetensors' name; rows from `valid_rows` on (along dimension 0) are padding."""
+    """A global tensor. `dtype` is safetensors' name; from `valid` on along its padded dimension there is padding."""
 
     dtype: str
     shape: tuple[int, ...]
-    valid_rows: int | None
+    valid: int | None
     parts: tuple[StoredPart, ...]
 
 
@@ -188,14 +188,14 @@ def _file_from_json(name: str, entry: dict[str, Any]) -> FileDigest:
 
 
 def _tensor_from_json(key: str, entry: dict[str, Any], files: dict[str, FileDigest]) -> StoredTensor:
-    dtype, shape, rows = entry["dtype"], entry["shape"], entry.get("valid_rows")
-    if dtype not in DTYPES or not are_sizes(shape) or not (rows is None or are_sizes([rows])):
-        raise ValueError(f"{key} cannot have type {dtype!r}, shape {shape!r} and {rows!r} valid rows")
+    dtype, shape, valid = entry["dtype"], entry["shape"], entry.get("valid")
+    if dtype not in DTYPES or not are_sizes(shape) or not (valid is None or are_sizes([valid])):
+        raise ValueError(f"{key} cannot have type {dtype!r}, shape {shape!r} and {valid!r} of it valid")
     whole = elements(shape)
     parts = tuple(_part_from_json(key, part, shape, DTYPES[dtype].itemsize, files) for part in entry["parts"])
     if not parts or sum(prod(part.shape) for part in parts) != whole or len({p.offsets for p in parts}) != len(parts):
         raise ValueError(f"the parts of {key} do not cover it once")
-    return StoredTensor(dtype, tuple(shape), rows, parts)
+    return StoredTensor(dtype, tuple(shape), valid, parts)
 
 
 def _part_from_json(
@@ -226,7 +226,7 @@ def _some(keys: list[str], limit: int = 5) -> str:
 
 
 def _tensor_to_json(tensor: StoredTensor) -> dict[str, Any]:
-    padding = {} if tensor.valid_rows is None else {"valid_rows": tensor.valid_rows}
+    padding = {} if tensor.valid is None else {"valid": tensor.valid}
     parts = [[part.file, part.offsets, part.shape, part.entry] for part in tensor.parts]
     return {"dtype": tensor.dtype, "shape": tensor.shape, **padding, "parts": parts}
 

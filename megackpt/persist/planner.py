@@ -41,7 +41,7 @@ class Kind:
     shape: tuple[int, ...]
     global_shape: tuple[int, ...]
     dtype: torch.dtype
-    valid_rows: int | None
+    valid: int | None
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class WritePlan:
 def kinds_of(pieces: Iterable[Piece]) -> tuple[Kind, ...]:
     """The structure of what a rank saves. It is the same in every save of a run, and then so is the plan."""
     return tuple(
-        Kind(p.place, tuple(p.tensor.shape), p.global_shape, p.tensor.dtype, p.valid_rows) for p in pieces if p.saved
+        Kind(p.place, tuple(p.tensor.shape), p.global_shape, p.tensor.dtype, p.valid) for p in pieces if p.saved
     )
 
 
@@ -95,7 +95,7 @@ def _plans(requests: Sequence[tuple[str, tuple[Kind, ...]]], shared: bool) -> li
             parts[key].setdefault(offsets, StoredPart(file, offsets, kind.shape, entry))
         plans.append(WritePlan(file if entries else "", tuple(entries)))
     tensors = {
-        key: StoredTensor(DTYPE_NAMES[kind.dtype], kind.global_shape, kind.valid_rows, tuple(parts[key].values()))
+        key: StoredTensor(DTYPE_NAMES[kind.dtype], kind.global_shape, kind.valid, tuple(parts[key].values()))
         for key, kind in first.items()
     }
     _check_cover(tensors)

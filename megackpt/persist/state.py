@@ -59,15 +59,16 @@ class RunState:
 class Piece:
     """A rectangular part of a global tensor: what is written and read. Lengths are those of `tensor`.
 
-    A rank may hold several pieces of a tensor. `saved` False: other ranks hold all of it as well, perhaps cut
-    differently, and theirs are written.
+    A rank may hold several pieces of a tensor. What lies beyond `valid` along `padded_dim` of the global tensor is
+    padding. `saved` False: other ranks hold all of it as well, perhaps cut differently, and theirs are written.
     """
 
     key: str
     tensor: Tensor
     global_shape: tuple[int, ...]
     offsets: tuple[int, ...]
-    valid_rows: int | None = None
+    valid: int | None = None
+    padded_dim: int = 0
     saved: bool = True
 
     @property
@@ -126,7 +127,7 @@ def _pieces(shard: NamedShard, mesh: ProcessMesh) -> list[Piece]:
         saved = record.counted and (record.shard_dim is not None or mesh.tp.index == 0)
         boxes = _cut(shard, local)
         return [
-            Piece(shard.key, tensor, shape, box.moved(corner).offsets, record.valid_rows, saved)
+            Piece(shard.key, tensor, shape, box.moved(corner).offsets, record.valid, record.padded_dim, saved)
             for box, tensor in boxes
         ]
     if tuple(shard.local.shape) != local:
@@ -134,7 +135,7 @@ def _pieces(shard: NamedShard, mesh: ProcessMesh) -> list[Piece]:
             f"{shard.key}: local shape {list(shard.local.shape)}, but {list(shape)} sharded over dimension "
             f"{record.shard_dim} at tensor-parallel size {mesh.tp.size} gives {list(local)}"
         )
-    return [Piece(shard.key, shard.local, shape, corner, record.valid_rows)]
+    return [Piece(shard.key, shard.local, shape, corner, record.valid, record.padded_dim)]
 
 
 def _cut(shard: NamedShard, local: tuple[int, ...]) -> list[tuple[Rectangle, Tensor]]:

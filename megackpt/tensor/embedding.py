@@ -80,7 +80,8 @@ class VocabEmbedding(Module):
             std=std,
             shard_dim=0,
             tied=tied,
-            valid_rows=valid_vocab,
+            valid=valid_vocab,
+            of_vocabulary=True,
         )
 
     def forward(self, ids: Tensor) -> Tensor:

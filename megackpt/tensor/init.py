@@ -4,7 +4,7 @@ Letting each rank draw its shard makes weights depend on the layout (or all shar
 each rank costs t times the time and memory. So the whole tensor is defined as a sequence of blocks of rows, each
 drawn on the CPU in fp32 by a generator of its own, seeded by the run's seed, the parameter's global name and the
 number of the block. A rank draws the blocks that its rows touch and keeps its part. A tensor's rows are all its
-dimensions but the last, flattened; padded rows (which depend on the layout) are not drawn: they are zero.
+dimensions but the last, flattened; padded rows and columns (which depend on the layout) are not drawn: they are zero.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ def initialise(
 
 def _fill_normal(param: Parameter, record: ParameterRecord, std: float, seed: int, axis: Axis) -> None:
     shape = record.global_shape if len(record.global_shape) > 1 else (*record.global_shape, 1)
-    width = shape[-1]
-    valid_rows = math.prod(shape[:-1])
-    if record.valid_rows is not None:
-        valid_rows = record.valid_rows * math.prod(shape[1:-1])
+    valid = list(shape)
+    if record.valid is not None:
+        valid[record.padded_dim] = record.valid
+    valid_rows, width = math.prod(valid[:-1]), valid[-1]
     columns = slice(None)
     if record.shard_dim is not None and record.shard_dim == len(shape) - 1:
-        columns = slice(axis.index * width // axis.size, (axis.index + 1) * width // axis.size)
+        columns = slice(axis.index * shape[-1] // axis.size, (axis.index + 1) * shape[-1] // axis.size)
     target = param.view(-1, param.shape[-1] if len(record.global_shape) > 1 else 1)
+    held = len(range(*columns.indices(width)))  # columns that are drawn
+    target[:, held:].zero_()
     row = 0  # of the shard
     for start, end in _owned_rows(shape, record.shard_dim, axis):
         end_drawn = max(start, min(end, valid_rows))
@@ -65,7 +67,7 @@ def _fill_normal(param: Parameter, record: ParameterRecord, std: float, seed: in
             first, last = max(start, block.start), min(end_drawn, block.stop)
             drawn = _draw(block, width, std, seed_of(seed, record.name, str(block.start)))
             count = last - first
-            target[row : row + count].copy_(drawn[first - block.start : last - block.start, columns])
+            target[row : row + count, :held].copy_(drawn[first - block.start : last - block.start, columns])
             row += count
         target[row : row + end - end_drawn].zero_()
         row += end - end_drawn
@@ -100,8 +102,9 @@ def _draw(block: range, width: int, std: float, seed: int) -> Tensor:
 
 
 def _zero_padding(param: Parameter, record: ParameterRecord, axis: Axis) -> None:
-    if record.valid_rows is None:
+    if record.valid is None:
         return
-    held = param.shape[0]
-    first = axis.index * held if record.shard_dim == 0 else 0
-    param[max(0, min(held, record.valid_rows - first)) :].zero_()
+    held = param.shape[record.padded_dim]
+    first = axis.index * held if record.shard_dim is not None else 0
+    valid = max(0, min(held, record.valid - first))
+    param.narrow(record.padded_dim, valid, held - valid).zero_()

@@ -167,13 +167,13 @@ class ColumnLinear(Module):
         gated: bool = False,
         tied: bool = False,
         counted: bool = True,
-        valid_rows: int | None = None,
+        valid: int | None = None,
     ) -> None:
         """`name` is the global name of the layer, which seeds its weights; `std` their deviation.
 
         `std=None` leaves the weights uninitialised, for a checkpoint to fill; their record stands all the same.
-        `out_features` is that of all ranks together; it includes padded rows beyond `valid_rows`. Raises ValueError
-        if it does not divide over the ranks.
+        `out_features` is that of all ranks together; it includes padded rows beyond `valid`, which are zero. Raises
+        ValueError if it does not divide over the ranks.
         """
         super().__init__()
         parts = 2 if gated else 1
@@ -192,7 +192,7 @@ class ColumnLinear(Module):
             shard_dim=len(rows) - 1,
             tied=tied,
             counted=counted,
-            valid_rows=valid_rows,
+            valid=valid,
         )
         self.bias: Parameter | None = None
         if bias:
@@ -204,7 +204,7 @@ class ColumnLinear(Module):
                 kind=kind,
                 shard_dim=len(rows) - 1,
                 decay=False,
-                valid_rows=valid_rows,
+                valid=valid,
             )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,14 +232,15 @@ class RowLinear(Module):
         name: str,
         std: float | None,
         bias: bool = True,
+        valid: int | None = None,
     ) -> None:
-        """As for ColumnLinear; `in_features` is that of all ranks together."""
+        """As for ColumnLinear; `in_features` is that of all ranks together and includes padded ones beyond `valid`."""
         super().__init__()
         if in_features % tp.axis.size:
             raise ValueError(f"{name}: {in_features} input features do not divide into {tp.axis.size} shards")
         self.tp = tp
         shape = (out_features, in_features)
-        self.weight = new_parameter(tp, shape, name=f"{name}.weight", kind="normal", std=std, shard_dim=1)
+        self.weight = new_parameter(tp, shape, name=f"{name}.weight", kind="normal", std=std, shard_dim=1, valid=valid)
         self.bias: Parameter | None = None
         if bias:
             kind = None if std is None else "zeros"

@@ -23,7 +23,8 @@ def new_parameter(
     tied: bool = False,
     counted: bool = True,
     decay: bool = True,
-    valid_rows: int | None = None,
+    valid: int | None = None,
+    of_vocabulary: bool = False,
 ) -> Parameter:
     """This rank's shard of the parameter `name` (global name), annotated and filled.
 
@@ -45,7 +46,8 @@ def new_parameter(
         tied=tied,
         counted=counted,
         decay=decay,
-        valid_rows=valid_rows,
+        valid=valid,
+        of_vocabulary=of_vocabulary,
     )
     if tp.seed is not None and kind is not None and not (kind == "normal" and std is None):
         initialise(parameter, record_of(parameter, name), kind, std or 0.0, tp.seed, tp.axis)

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megackpt.config.checks import nearest_divisors
 from megackpt.config.data import DataConfig
 from megackpt.config.errors import UsageError
 from megackpt.config.model import ModelConfig
@@ -133,10 +134,12 @@ def load_generator(
     assert isinstance(stored, ModelConfig)
     length = max(stored.seq_length, stored.max_position_embeddings)
     model = replace(stored, seq_length=length, max_position_embeddings=length)
-    if model.num_query_groups % parallel.tensor or model.ffn_hidden_size % parallel.tensor:
+    # The padding that this layout needs, not that of the run: a checkpoint's heads load with any.
+    model = model.with_query_groups(-(-model.unpadded_query_groups // parallel.tensor) * parallel.tensor)
+    if model.ffn_hidden_size % parallel.tensor:
         raise UsageError(
-            f"--tensor-model-parallel-size {parallel.tensor} does not divide {model.num_query_groups} key/value heads"
-            f" and {model.ffn_hidden_size} columns of the MLP"
+            f"--tensor-model-parallel-size {parallel.tensor} does not divide {model.ffn_hidden_size} columns of the"
+            f" MLP. Nearest valid: {nearest_divisors(parallel.tensor, model.ffn_hidden_size)}."
         )
     mesh = ProcessMesh.create(parallel, seam)
     dtype = together(lambda: _dtype(config))

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megackpt.config.errors import UsageError
+from megackpt.config.model import padding_words
 from megackpt.observe.host_memory import host_memory
 from megackpt.observe.log_line import evaluation_line, format_bytes, iteration_line
 from megackpt.observe.metrics import MetricsWriter
@@ -82,7 +83,9 @@ class Reporter:
             f"{', sequence parallel' if trainer.config.parallel.sequence_parallel else ''};"
             f" {trainer.config.micro_batches} micro-batches per step; recompute: {trainer.plan.name}"
         )
-        for message in (*foresee(trainer), *trainer.datasets.notes, *messages):
+        model = trainer.config.model
+        padding = [padding_words(model)] if model.unpadded_query_groups < model.num_query_groups else []
+        for message in (*padding, *foresee(trainer), *trainer.datasets.notes, *messages):
             self.say(f"megackpt: {message}")
         if self.speaks and self.run_dir is not None:
             (self.run_dir / "config.yaml").write_text(trainer.config.to_yaml())
@@ -193,8 +196,8 @@ class Reporter:
 def record_size(record: object) -> int:
     """Elements of the whole tensor, padding left out."""
     shape = list(record.global_shape)  # type: ignore[attr-defined]
-    if record.valid_rows is not None:  # type: ignore[attr-defined]
-        shape[0] = record.valid_rows  # type: ignore[attr-defined]
+    if record.valid is not None:  # type: ignore[attr-defined]
+        shape[record.padded_dim] = record.valid  # type: ignore[attr-defined]
     size = 1
     for extent in shape:
         size *= extent

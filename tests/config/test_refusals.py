@@ -62,14 +62,19 @@ TABLE = [
         "--tensor-model-parallel-size 3",
         3,
         "--num-attention-heads 8 is not divisible by --tensor-model-parallel-size 3. Nearest valid:"
-        " --num-attention-heads 6 or 9, or --tensor-model-parallel-size 2 or 4.",
+        " --num-attention-heads 6 or 9, or --tensor-model-parallel-size 2 or 4. Or keep the model and pad it with heads"
+        " that are zero: --num-attention-heads 9 --unpadded-query-groups 8 --kv-channels 12, which loads its"
+        " checkpoints as they are (megackpt convert --target-tensor-parallel-size 3 sets them for you).",
     ),
     (
         "",
         "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2",
         4,
         "--num-query-groups 2 is not divisible by --tensor-model-parallel-size 4. Nearest valid:"
-        " --num-query-groups 4, or --tensor-model-parallel-size 2.",
+        " --num-query-groups 4, or --tensor-model-parallel-size 2. Or keep the model and pad it with heads that are"
+        " zero: --num-attention-heads 16 --group-query-attention --num-query-groups 4 --unpadded-query-groups 2"
+        " --kv-channels 12, which loads its checkpoints as they are (megackpt convert --target-tensor-parallel-size 4"
+        " sets them for you).",
     ),
     (
         "--ffn-hidden-size",

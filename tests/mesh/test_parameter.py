@@ -51,7 +51,8 @@ def test_a_parameter_without_a_record_is_an_error() -> None:
         ({"global_shape": (2, 3, 1), "shard_dim": 0}, "no shard of"),
         ({"global_shape": (2, 3), "shard_dim": 2}, "no dimension 2"),
         ({"shard_dim": 0}, "needs its global shape"),
-        ({"valid_rows": 3}, "3 valid rows"),
+        ({"valid": 3}, "3 of dimension 0 valid"),
+        ({"valid": 4, "global_shape": (2, 3), "shard_dim": 1}, "4 of dimension 1 valid"),
     ],
 )
 def test_impossible_records_are_refused(fields: dict[str, object], message: str) -> None:

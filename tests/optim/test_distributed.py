@@ -33,7 +33,7 @@ WORD, ROWS = "embedding.word.weight", 11  # 11 of 12 rows exist
 RECORDS = {
     record.name: record
     for record in (
-        ParameterRecord((12, 6), WORD, shard_dim=0, tied=True, valid_rows=ROWS),
+        ParameterRecord((12, 6), WORD, shard_dim=0, tied=True, valid=ROWS),
         ParameterRecord((6,), "layers.0.norm.weight", partial_under_sp=True, decay=False),
         ParameterRecord((8, 6), "layers.0.up.weight", shard_dim=0),
         ParameterRecord((8,), "layers.0.up.bias", shard_dim=0, decay=False),
@@ -88,7 +88,7 @@ def stage_buffer(mesh: ProcessMesh, dtype: torch.dtype) -> GradientBuffer:
     for name in names_of_stage(mesh.pp.index, mesh.pp.size):
         record = RECORDS[name]
         if name == WORD and mesh.pp.index > 0:
-            record = ParameterRecord(record.global_shape, name, 0, tied=True, counted=False, valid_rows=ROWS)
+            record = ParameterRecord(record.global_shape, name, 0, tied=True, counted=False, valid=ROWS)
         start = draw(*record.global_shape, seed=list(RECORDS).index(name))
         pairs.append((Parameter(local_shard(start, record, mesh.tp).to(dtype, copy=True)), record))
     buffer = GradientBuffer()

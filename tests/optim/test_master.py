@@ -79,7 +79,8 @@ def test_equals_torch_with_a_changing_rate_and_two_decay_groups(
 
 def test_the_ends_follow_their_own_rate() -> None:
     """--decoupled-lr: the tensors with rows of the vocabulary, whether they decay or not."""
-    ends: dict[str, dict[str, object]] = {"tail": {"valid_rows": 500}, "bias": {"decay": False, "valid_rows": 5}}
+    of_vocabulary: dict[str, object] = {"of_vocabulary": True}
+    ends = {"tail": of_vocabulary, "bias": {"decay": False, **of_vocabulary}}
     buffer = buffer_of(weights(torch.float64), **ends)
     before = values(buffer)
     buffer.flat.fill_(1.0)

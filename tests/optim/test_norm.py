@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from megackpt.mesh.parameter import ParameterRecord
 from megackpt.optim import clip_, clip_coefficient, gradient_statistics, params_norm
+from megackpt.optim.norm import without_padding
 from tests.optim.helpers import adamw, buffer_of, draw, one_rank
 
 
@@ -21,13 +23,22 @@ def test_norm_of_two_million_equal_elements_is_exact() -> None:
 
 
 def test_zeros_do_not_count_padding() -> None:
-    buffer = buffer_of({"w": torch.zeros(6, 2), "b": torch.zeros(3)}, w={"valid_rows": 4})
+    buffer = buffer_of({"w": torch.zeros(6, 2), "b": torch.zeros(3)}, w={"valid": 4})
     buffer.gradients()["w"][:4, 0] = 3.0
     buffer.gradients()["b"][1] = 8.0
     statistics = gradient_statistics(buffer, one_rank(), count_zeros=True)
     assert statistics.num_zeros == 4 + 2
     assert statistics.norm == 10.0  # sqrt(4 * 9 + 64)
     assert gradient_statistics(buffer, one_rank()).num_zeros is None
+
+
+def test_zeros_do_not_count_padded_columns() -> None:
+    """Where a shard of the buffer begins inside of a row, too."""
+    record = ParameterRecord((3, 5), shard_dim=1, valid=4)
+    local = torch.arange(15)
+    expected = [0, 1, 2, 3, 5, 6, 7, 8, 10, 11, 12, 13]
+    assert without_padding(local, record, one_rank(), 0).tolist() == expected
+    assert without_padding(local[3:11], record, one_rank(), 3).tolist() == expected[3:9]
 
 
 def test_copies_that_do_not_count() -> None:

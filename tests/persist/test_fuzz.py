@@ -49,7 +49,7 @@ def sealed(body: Any) -> bytes:
 
 def good_body() -> dict[str, Any]:
     return {
-        "format_version": 2,
+        "format_version": 3,
         "format": "torch_dist",
         "iteration": 10,
         "files": {"run.json": {"size": 9, "crc32": "00000000"}, "a.safetensors": {"size": 99, "crc32": "0123abcd"}},
@@ -133,7 +133,7 @@ def test_a_name_cannot_lead_out_of_the_folder(name: str) -> None:
         (lambda b: b["files"]["a.safetensors"].update(size=11), "cannot be in a.safetensors"),
         (lambda b: b["files"].pop("run.json"), "no run.json"),
         (lambda b: b.update(format="pickle"), "format 'pickle' is none of torch_dist, torch"),
-        (lambda b: b.update(format_version=1), "format version 1, not 2"),
+        (lambda b: b.update(format_version=1), "format version 1, not 3"),
     ],
 )
 def test_what_a_manifest_cannot_say(change: Any, reason: str) -> None:

@@ -109,7 +109,7 @@ def test_replicas_and_tied_copies_are_on_disk_once(tmp_path: Path, world: int, t
             entry = manifest["tensors"][f"{kind}.{row.name}"]
             assert tuple(entry["shape"]) == row.record.global_shape
             assert len(entry["parts"]) == (1 if row.record.shard_dim is None else tp)
-            assert entry.get("valid_rows") == row.record.valid_rows
+            assert entry.get("valid") == row.record.valid
     assert sum(key.startswith("rng.") for key in manifest["tensors"]) == 2 * world
     data = sum(size - header_bytes(directory / name) for name, size in tensor_files(directory).items())
     per_kind = 8 * 4 * 4 + 4 * 4 + 2 * 6 * 4 * 4 + 4 * 6 * 2 + 4

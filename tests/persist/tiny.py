@@ -29,8 +29,8 @@ class Row:
     dtype: torch.dtype = torch.float32
 
 
-def rows(table_rows: int = 8, valid_rows: int = 7) -> list[Row]:
-    table = ParameterRecord((table_rows, 4), shard_dim=0, tied=True, valid_rows=valid_rows)
+def rows(table_rows: int = 8, valid: int = 7) -> list[Row]:
+    table = ParameterRecord((table_rows, 4), shard_dim=0, tied=True, valid=valid)
     return [
         Row("embedding.word.weight", table, (0, -1)),
         Row("layers.0.attn.norm.weight", ParameterRecord((4,)), (0,)),
@@ -43,7 +43,7 @@ def rows(table_rows: int = 8, valid_rows: int = 7) -> list[Row]:
 def full(key: str, row: Row, seed: int) -> Tensor:
     """The whole tensor of `key`: the same on every layout; padding rows are zero."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{key}{seed}".encode()))
-    shape, valid = list(row.record.global_shape), row.record.valid_rows
+    shape, valid = list(row.record.global_shape), row.record.valid
     if valid is None:
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(row.dtype)
     values = torch.randn([valid, *shape[1:]], generator=generator, dtype=torch.float64).to(row.dtype)

@@ -74,14 +74,24 @@ def test_padded_rows_are_zero_and_the_others_do_not_depend_on_padding(
     monkeypatch.setattr(init, "BLOCK_ELEMENTS", 100)
     results = []
     for padded, tp in ((50, 1), (64, 1), (64, 2), (64, 4), (96, 4)):
-        whole = _whole(ParameterRecord((padded, 10), "embedding.word.weight", 0, valid_rows=50), tp)
+        whole = _whole(ParameterRecord((padded, 10), "embedding.word.weight", 0, valid=50), tp)
         assert not whole[50:].any() and whole[:50].all()
         results.append(whole[:50])
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+def test_padded_columns_are_zero_and_the_others_do_not_depend_on_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "BLOCK_ELEMENTS", 100)
+    results = [_whole(ParameterRecord((20, 30), "proj.weight", 1), 1)]
+    for padded, tp in ((32, 1), (32, 2), (40, 4), (60, 4)):
+        whole = _whole(ParameterRecord((20, padded), "proj.weight", 1, valid=30), tp)
+        assert not whole[:, 30:].any()
+        results.append(whole[:, :30])
+    assert results[0].all() and all(torch.equal(results[0], other) for other in results[1:])
+
+
 def test_a_shard_of_nothing_but_padding_is_zero() -> None:
-    record = ParameterRecord((64, 10), "w", 0, valid_rows=10)
+    record = ParameterRecord((64, 10), "w", 0, valid=10)
     assert not torch.cat(_shards(record, 4)[1:]).any()
     for kind, value in (("ones", 1.0), ("zeros", 0.0)):
         whole = torch.cat(_shards(record, 4, kind))

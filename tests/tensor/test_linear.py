@@ -199,9 +199,9 @@ def test_records_of_the_layers() -> None:
         "down.weight": ((4, 6), 1, False, True),
         "down.bias": ((4,), None, True, False),
     }
-    head = ColumnLinear(tp, 4, 8, name="head", std=None, bias=False, tied=True, counted=False, valid_rows=5)
+    head = ColumnLinear(tp, 4, 8, name="head", std=None, bias=False, tied=True, counted=False, valid=5)
     record = record_of(head.weight, "head.weight")  # the record stands although nothing was initialised
-    assert (record.tied, record.counted, record.valid_rows) == (True, False, 5)
+    assert (record.tied, record.counted, record.valid) == (True, False, 5)
     with pytest.raises(ValueError, match="up: 10 output features do not divide into 2 x 2 shards"):
         two = tensor_parallel(world_axis_of_two())
         ColumnLinear(two, 4, 10, name="up", std=None, gated=True)

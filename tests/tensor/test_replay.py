@@ -72,7 +72,7 @@ def test_products_in_a_replay(dropped: tuple[str, ...], replayed: int) -> None:
 def test_embedding_and_loss_in_dropped_steps() -> None:
     tp = tensor_parallel(single_axis(), dtype=torch.float32)
     embedding = VocabEmbedding(tp, 32, 8, name="embedding.word", std=1.0, valid_vocab=30)
-    head = ColumnLinear(tp, 8, 32, name="head", std=1.0, bias=False, valid_rows=30)
+    head = ColumnLinear(tp, 8, 32, name="head", std=1.0, bias=False, valid=30)
     ids = torch.randint(30, (4, 2))
 
     def loss(hidden: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ SIX = Position(2, 8)  # after two steps of four samples
 
 
 def everything(trainer: Trainer) -> dict[str, Tensor]:
-    """Weights and optimizer state of this stage, whole and without padding rows, by kind and global name."""
+    """Weights and optimizer state of this stage, whole and without padding, by kind and global name."""
     trainer.optimizer.settle()
     local = {f"weight.{record.name}": (parameter, record) for parameter, record in trainer.parameters}
     for kind, tensors in trainer.optimizer.state_tensors().items():
@@ -31,7 +31,7 @@ def everything(trainer: Trainer) -> dict[str, Tensor]:
     whole = {}
     for name, (tensor, record) in local.items():
         full = gather_full(tensor.detach(), record, trainer.mesh.tp)
-        whole[name] = (full if record.valid_rows is None else full[: record.valid_rows]).clone()
+        whole[name] = record.without_padding(full).clone()
     return whole
 
 
@@ -110,6 +110,14 @@ def test_a_few_layouts_and_back(tmp_path: Path) -> None:  # CK-08
 def test_a_sharded_optimizer_goes_on_whole_and_in_other_shards(tmp_path: Path, start: Layout) -> None:
     targets = [(Layout(), {}), (Layout(dp=4), SHARDED), (Layout(pp=2, dp=2, vp=2), SHARDED), (Layout(dp=2), {})]
     check(FAMILIES["llama"] | SHARDED, tmp_path, targets if start.tp == 1 else targets[:2], start)
+
+
+def test_heads_are_padded_and_the_padding_goes_again(tmp_path: Path) -> None:
+    """9 heads in 3 groups, of one size; split over two ranks they are 12 in 4, and of other sizes they are 9 again."""
+    flags = FAMILIES["llama"] | {"num-attention-heads": 9, "num-query-groups": 3, "kv-channels": 10}
+    padded: Flags = {"num-attention-heads": 12, "num-query-groups": 4, "unpadded-query-groups": 3}
+    targets = [(Layout(tp=2), padded), (Layout(dp=2), SHARDED), (Layout(tp=2, dp=2), padded | SHARDED)]
+    check(flags, tmp_path, targets, Layout(pp=2))
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megackpt.config.checkpoint_folder import MANIFEST, RUN_FILE, saved_directories
+from megackpt.config.checks import nearest_divisors
 from megackpt.config.errors import UsageError
 from megackpt.config.model import ModelConfig
 from megackpt.config.stored import dump_sections, read_section
@@ -45,6 +46,7 @@ def read_checkpoint(root: str | Path, iteration: int | None = None) -> Weights:
         name: partial(_whole, folder, manifest, f"model.{name}", vocab if name in VOCABULARY_TABLES else None)
         for name in stored
     }
+    model = model.with_query_groups(model.unpadded_query_groups)
     return Weights(model, vocab, tensors, DTYPES[stored["embedding.word.weight"].dtype], str(folder))
 
 
@@ -67,7 +69,7 @@ def open_checkpoint(root: str | Path, iteration: int | None = None) -> tuple[Pat
 
 
 def _whole(folder: Path, manifest: Manifest, key: str, rows: int | None) -> Tensor:
-    """One whole tensor from its parts; of a vocabulary table the first `rows` rows."""
+    """One whole tensor from its parts, without padding; of a vocabulary table the first `rows` rows."""
     stored = manifest.tensors[key]
     whole = torch.empty(stored.shape, dtype=DTYPES[stored.dtype])
     for part in stored.parts:
@@ -76,24 +78,44 @@ def _whole(folder: Path, manifest: Manifest, key: str, rows: int | None) -> Tens
             for dim, (start, length) in enumerate(zip(part.offsets, part.shape, strict=True)):
                 target = target.narrow(dim, start, length)
             file.read(part.entry or key, (0,) * len(part.shape), target)
-    return whole if rows is None else whole[:rows]
+    if rows is not None:
+        return whole[:rows]
+    if stored.valid is None:
+        return whole
+    dim = 1 if key.endswith("attn.proj.weight") else 0
+    if whole.narrow(dim, stored.valid, whole.shape[dim] - stored.valid).count_nonzero():
+        raise CheckpointError(f"{folder}: {key} is not zero in the heads that are padding (--unpadded-query-groups)")
+    return whole.narrow(dim, 0, stored.valid)
 
 
 def write_checkpoint(
-    root: str | Path, weights: Weights, *, dtype: torch.dtype | None = None, file_bytes: int = 4 << 30
+    root: str | Path,
+    weights: Weights,
+    *,
+    dtype: torch.dtype | None = None,
+    file_bytes: int = 4 << 30,
+    tensor_parallel: int = 1,
 ) -> Path:
     """Write `weights` as a checkpoint of iteration 0 under `root`, one tensor in memory at a time.
 
-    It has no optimizer state and no random states: a run loads it with --finetune. Raises UsageError if `root` holds
-    checkpoints already.
+    It has no optimizer state and no random states: a run loads it with --finetune. With `tensor_parallel` its
+    configuration has so many padding heads that a run which takes it (--use-checkpoint-args) can be split by that; the
+    tensors are those of the model: a load pads them. Raises UsageError if `root` holds checkpoints already.
     """
     root, dtype = Path(root), dtype or weights.dtype
+    groups = -(-weights.model.unpadded_query_groups // tensor_parallel) * tensor_parallel
+    model = weights.model.with_query_groups(groups)
+    if model.ffn_hidden_size % tensor_parallel:
+        raise UsageError(
+            f"--target-tensor-parallel-size {tensor_parallel} does not divide {model.ffn_hidden_size} columns of the"
+            f" MLP. Nearest valid: {nearest_divisors(tensor_parallel, model.ffn_hidden_size)}."
+        )
     if saved := saved_directories(root):
         raise UsageError(f"{root} has checkpoints already (iteration {max(saved)}): give a new folder")
     temporary = directory.begin(root, 0)
     try:
         tensors, files = _write_tensors(temporary, weights, dtype, file_bytes)
-        files[RUN_FILE] = write_bytes(temporary / RUN_FILE, _run_file(weights))
+        files[RUN_FILE] = write_bytes(temporary / RUN_FILE, _run_file(weights, model))
         write_bytes(temporary / MANIFEST, Manifest(0, files, tensors).to_bytes())
         directory.sync_directory(temporary)
         return directory.commit(root, temporary, 0)
@@ -134,7 +156,7 @@ def _padded(weights: Weights, name: str, dtype: torch.dtype, rows: int) -> Tenso
     return padded
 
 
-def _run_file(weights: Weights) -> bytes:
+def _run_file(weights: Weights, model: ModelConfig) -> bytes:
     run = {
         "iteration": 0,
         "layout": {"tp": 1, "cp": 1, "dp": 1, "pp": 1},
@@ -143,7 +165,7 @@ def _run_file(weights: Weights) -> bytes:
             "iteration": 0,
             "consumed_samples": 0,
             "vocab_size": weights.vocab,
-            "config": dump_sections({"model": weights.model}),
+            "config": dump_sections({"model": model}),
             "converted_from": weights.source,
         },
     }
