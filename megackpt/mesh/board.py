@@ -29,7 +29,7 @@ BEAT_S = 0.2
 LOOK_AGAIN_S = 5 * BEAT_S
 _STORE_LIMIT = timedelta(seconds=5)
 _FAILURE = "board/failure"
-TERMINATED = 128 + signal.SIGTERM
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Board:
         self._failed, self._reports, self._reported = False, False, threading.Event()
         self._lock = threading.Lock()
         self._wake_read, self._wake_write = -1, -1
-        self._before: tuple[int, Any] | None = None
+        self._before: tuple[int, list[Any]] | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Board:
@@ -75,7 +75,8 @@ class Board:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         if threading.current_thread() is threading.main_thread():
-            self._before = (signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False), _on_term(_ignore))
+            handlers = [signal.signal(number, _ignore) for number in _ENDING]
+            self._before = (signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False), handlers)
         self._thread = threading.Thread(target=self._run, name="board", daemon=True)
         self._thread.start()
         return self
@@ -89,7 +90,8 @@ class Board:
         self._thread.join()
         if self._before is not None:
             signal.set_wakeup_fd(self._before[0])
-            _on_term(self._before[1])
+            for number, handler in zip(_ENDING, self._before[1], strict=True):
+                signal.signal(number, handler)
             self._before = None
         if error is None and not self._failed:
             with contextlib.suppress(RuntimeError):
@@ -167,25 +169,24 @@ class Board:
             signals = os.read(self._wake_read, 64) if ready else b""
             if self._stop:
                 return
-            if signal.SIGTERM in signals:
-                self._end("ended by SIGTERM")
+            for number in _ENDING:
+                if number in signals:
+                    self._end(f"ended by {number.name}", number)
             if self.launcher is not None and os.getppid() != self.launcher:
-                self._end("ended, because its launcher is gone")
+                self._end("ended, because its launcher is gone", signal.SIGTERM)
             with contextlib.suppress(RuntimeError):  # a store that is gone is for the main thread to find out
                 self._publish()
 
-    def _end(self, how: str) -> None:
-        """Say how and where, then end the whole process: the main thread may be waiting for a message in C++."""
+    def _end(self, how: str, number: signal.Signals) -> None:
+        """Say how and where, then end the whole process as the signal would have: the main thread may be waiting for a
+        message in C++.
+        """
         if self._reports:  # the main thread is at it
             self._reported.wait(4 * LOOK_AGAIN_S)
         else:
             self.failed(f"{self.place} {how} in {self._words()}", how)
-        os._exit(TERMINATED)
+        os._exit(128 + number)
 
 
 def _ignore(number: int, frame: FrameType | None) -> None:
     """The board's thread acts on the signal."""
-
-
-def _on_term(handler: Any) -> Any:
-    return signal.signal(signal.SIGTERM, handler)

@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -77,3 +81,28 @@ def _busy(rank: int, world_size: int) -> str:
 def test_words_that_fail_do_not_fail_the_board() -> None:
     found: list[Any] = run_distributed(_busy, 2)
     assert any("rank 0: it failed; busy (RuntimeError)" in said for said in found)
+
+
+WAITING = """
+import time
+from megackpt.mesh.board import Board
+with Board(0, 1) as board:
+    board.says("rank 0 of 1", lambda: "iteration 7")
+    print("up", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_signal_ends_the_process_and_it_says_where_it_was() -> None:
+    root = str(Path(__file__).resolve().parents[2])
+    signals = (signal.SIGTERM, signal.SIGINT)
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    options["env"] = {**os.environ, "PYTHONPATH": root}
+    runs = [subprocess.Popen([sys.executable, "-c", WAITING], **options) for _ in signals]
+    for run, number in zip(runs, signals, strict=True):
+        assert run.stdout is not None and run.stdout.readline() == "up\n"
+        run.send_signal(number)
+    for run, number in zip(runs, signals, strict=True):
+        _, said = run.communicate(timeout=30)
+        assert run.returncode == 128 + number
+        assert said == f"megackpt: error: rank 0 of 1 ended by {number.name} in iteration 7\n"

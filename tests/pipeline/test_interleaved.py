@@ -84,12 +84,13 @@ def test_numbers_and_order_for_any_number_of_micro_batches(stages: int, chunks: 
 def large_messages(rank: int, stages: int, chunks: int, micro_batches: int, repeats: int) -> list[float]:
     spec = TensorSpec((1100, 1024), torch.float32)  # 4.3 MiB
     weight = torch.ones((), requires_grad=True)
-    last = (rank, chunks - 1)
 
     def forward(chunk: int, micro_batch: int, received: tuple[Tensor, ...]) -> tuple[Tensor, ...] | StageResult:
         x = received[0] if received else torch.full(spec.shape, float(micro_batch + 1))
         output = x * weight
-        return StageResult(output.mean(), {}) if rank == stages - 1 and chunk == last[1] else (output,)
+        if (rank, chunk) != (stages - 1, chunks - 1):
+            return (output,)
+        return StageResult(output.mean() * (micro_batch + 1), {})  # each message is worth something else
 
     schedule = partial(interleaved, chunks=chunks)
     specs = boundary_specs(rank, stages, (spec,), chunks)
@@ -105,11 +106,12 @@ def large_messages(rank: int, stages: int, chunks: int, micro_batches: int, repe
 
 def test_crossing_messages_of_any_size_do_not_block_each_other() -> None:
     """PP-04: two stages of two chunks, more than 4 MiB a message, 30 runs; every direction has traffic both ways. A
-    weight's gradient is the sum over its chunks and micro-batches of the inputs' means, exactly."""
+    weight's gradient is the sum over its chunks of 1 + 4 + ... n^2: each micro-batch's mean times a factor of its own,
+    so one message in the place of another would show."""
     for gradients in run_distributed(large_messages, 2, 2, 5, 30, timeout=100):
-        assert gradients == [30.0] * 30
+        assert gradients == pytest.approx([110.0] * 30, rel=1e-5)
     for gradients in run_distributed(large_messages, 3, 2, 4, 2):
-        assert gradients == [20.0] * 2
+        assert gradients == pytest.approx([60.0] * 2, rel=1e-5)
 
 
 def odd_pieces(rank: int, stages: int, chunks: int, name: str, kind: str) -> list[Tensor | None]:
