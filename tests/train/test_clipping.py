@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,15 +62,25 @@ def _trained(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[
     return steps(trainer, 50).losses, whole_weights(trainer)
 
 
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        (Layout(), {}),
+        pytest.param(Layout(dp=2), SHARDED, marks=pytest.mark.full),
+        pytest.param(Layout(dp=2), SHARDED | {"pipeline-schedule": "zb-h1"}, marks=pytest.mark.full),
+    ],
+    ids=["plain", "sharded", "sharded-zero-bubble"],
+)
 @pytest.mark.parametrize("clip", [0.0, 1e9, 0.05], ids=["off", "inactive", "active"])
-def test_stages_change_no_bit_unless_clipping_is_active(clip: float) -> None:  # TE-08
+def test_stages_change_no_bit_unless_clipping_is_active(clip: float, layout: Layout, more: Flags) -> None:  # TE-08
     """Without tied weights a stage does what it does on one rank, sum for sum; only the norm is summed in another
     order, and it counts only where it clips."""
     flags = SMALL_LLAMA | FIFTY | {"clip-grad": clip}
-    ((losses, weights),) = run_distributed(_trained, 1, flags, Layout())
-    found = run_distributed(_trained, 2, flags, Layout(pp=2))
-    names = [name for _, stage in found for name in stage]
-    assert sorted(names) == sorted(weights)
+    one_stage = {name: value for name, value in more.items() if name != "pipeline-schedule"}
+    losses, weights = run_distributed(_trained, layout.dp, flags | one_stage, layout)[0]
+    found = run_distributed(_trained, 2 * layout.dp, flags | more, replace(layout, pp=2))
+    names = {name for _, stage in found for name in stage}
+    assert names == set(weights)
     for other, stage in found:
         if clip != 0.05:
             assert other == losses and all(torch.equal(stage[name], weights[name]) for name in stage)
@@ -97,13 +108,14 @@ def _drawn(rank: int, world_size: int, flags: Flags, layout: Layout) -> float:
     return steps(built(flags, layout), 1).norms[0]
 
 
-def test_the_norm_does_not_depend_on_where_weights_came_from(tmp_path: Path) -> None:  # IN-06
-    flags = SMALL_GPT | {"lr": 0.0, "min-lr": 0.0, "train-iters": 1}
-    layout = Layout(tp=2, sp=True)
-    run_distributed(train_all, 2, flags | {"save": str(tmp_path)}, layout)
-    expected = run_distributed(_drawn, 2, flags, layout)
-    found = run_distributed(_loaded_without_drawing, 2, flags | {"load": str(tmp_path), "finetune": True}, layout)
-    assert found == expected
+@pytest.mark.parametrize("more", [{}, SHARDED | {"bf16": True}], ids=["plain", "sharded-bf16"])
+def test_the_norm_does_not_depend_on_where_weights_came_from(more: Flags, tmp_path: Path) -> None:  # IN-06
+    flags = SMALL_GPT | {"lr": 0.0, "min-lr": 0.0, "train-iters": 1} | more
+    layout = Layout(tp=2, sp=True, dp=2 if more else 1)
+    run_distributed(train_all, layout.world_size, flags | {"save": str(tmp_path)}, layout)
+    expected = run_distributed(_drawn, layout.world_size, flags, layout)
+    loading = flags | {"load": str(tmp_path), "finetune": True}
+    assert run_distributed(_loaded_without_drawing, layout.world_size, loading, layout) == expected
 
 
 def _one_step_of_rate_zero(rank: int, world_size: int, flags: Flags, layout: Layout) -> bool:

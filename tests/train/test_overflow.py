@@ -6,6 +6,7 @@ anything is reduced.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -117,6 +118,7 @@ CASES = [
     pytest.param(Layout(dp=2), BY_TENSOR, SHARDED_STATE, id="dp2-distributed"),
     pytest.param(Layout(dp=2), BY_TENSOR, OVERLAP, id="dp2-overlap"),
     pytest.param(Layout(tp=2, pp=2), BY_BOTH, {}, id="tp2-pp2", marks=pytest.mark.full),
+    pytest.param(Layout(pp=2, dp=2), BY_BOTH, OVERLAP, id="pp2-dp2-overlap", marks=pytest.mark.full),
 ]
 
 
@@ -143,20 +145,25 @@ def test_a_scale_that_is_too_large_falls_until_it_fits_and_the_run_learns() -> N
 WATCHED = ("iteration", "lm_loss", "grad_norm", "loss_scale", "skipped_iterations")
 
 
-def test_resume_in_mid_window_continues_the_series(tmp_path: Path) -> None:  # MP-02
-    """24 steps = 11 + 13: the first halvings, and doublings after windows of 3, which overflow again."""
-    flags = TINY | {"initial-loss-scale": 2.0**24, "loss-scale-window": 3, "train-iters": 24}
-    layout = Layout(tp=2)
+@pytest.mark.parametrize(
+    ("layout", "more", "cut"), [(Layout(tp=2), {}, 11), (Layout(dp=2), OVERLAP, 10)], ids=["tp", "overlap"]
+)
+def test_resume_in_mid_window_continues_the_series(  # MP-02
+    layout: Layout, more: Flags, cut: int, tmp_path: Path
+) -> None:
+    """24 steps in two parts: the first halvings, and doublings after windows of 3, which overflow again."""
+    flags = TINY | more | {"initial-loss-scale": 2.0**24, "loss-scale-window": 3, "train-iters": 24}
     run_distributed(train_all, 2, flags | {"metrics-file": str(tmp_path / "whole.jsonl")}, layout)
     saved = str(tmp_path / "saved")
     parts = flags | {"metrics-file": str(tmp_path / "parts.jsonl"), "save": saved, "load": saved}
-    run_distributed(train_all, 2, parts | {"exit-interval": 11}, layout)
+    run_distributed(train_all, 2, parts | {"exit-interval": cut}, layout)
     run_distributed(train_all, 2, parts, layout)
     whole = logged(tmp_path / "whole.jsonl", *WATCHED)
     assert len(whole) == 24 and logged(tmp_path / "parts.jsonl", *WATCHED) == whole
     scales = [scale for *_, scale, _ in whole]
-    assert scales[8] == scales[9] == scales[10] < scales[11], "two good steps of three lie before the cut"
-    assert scales[8] < scales[1] < scales[0] and scales[12] > scales[13]
+    before = scales[cut - 3 : cut]
+    assert len(set(before)) == 1 and before[0] < scales[cut], "two good steps of three lie before the cut"
+    assert before[0] < scales[1] < scales[0] and any(a > b for a, b in itertools.pairwise(scales[cut:]))
 
 
 # -- the end ---------------------------------------------------------------------------------------------------------
@@ -182,15 +189,20 @@ def trained(rank: int, world_size: int, flags: Flags, layout: Layout, faults: Fa
     return "", trainer.optimizer.step_count
 
 
-def test_a_permanent_overflow_ends_the_run_and_is_named() -> None:  # MP-04
-    """tp rank 1 of the last stage, from step 5 on: the scale falls from 8 to 2 in three steps, then three more."""
+@pytest.mark.parametrize(
+    ("layout", "more", "place"),
+    [(Layout(tp=2, pp=2), {}, "tp 1, dp 0, pp 1"), (Layout(pp=2, dp=2), OVERLAP, "tp 0, dp 1, pp 1")],
+    ids=["plain", "overlap"],
+)
+def test_a_permanent_overflow_ends_the_run_and_is_named(layout: Layout, more: Flags, place: str) -> None:  # MP-04
+    """One rank of the last stage, from step 5 on: the scale falls from 8 to 2 in three steps, then three more."""
     faults = {step: (3, SHARDED, INF) for step in range(5, 41)}
     flags = TINY | {"initial-loss-scale": 8, "min-loss-scale": 2, "max-skipped-iterations": 3, "train-iters": 40}
-    found = run_distributed(trained, 4, flags, Layout(tp=2, pp=2), faults)
+    found = run_distributed(trained, 4, flags | more, layout, faults)
     for message, updates in found:
         assert message.startswith(
             "iteration 10: 3 step(s) in a row had to be left out at loss scale 2, which cannot fall further; in the"
-            " last one the gradient of layers.1.mlp.up.bias (layer 1) is not finite on rank 3 (tp 1, dp 0, pp 1)."
+            f" last one the gradient of layers.1.mlp.up.bias (layer 1) is not finite on rank 3 ({place})."
         )
         assert updates == 4
 

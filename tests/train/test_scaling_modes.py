@@ -53,19 +53,23 @@ def test_micro_batch_size_changes_nothing(mode: str, tmp_path: Path) -> None:  #
             found.check(**EXACT)
 
 
-@pytest.mark.parametrize("recompute", [{}, FULL], ids=["none", "full"])
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("mode", ["sharded-overlap"])
-def test_stages_do_not_scale_gradients(mode: str, recompute: Flags, tmp_path: Path) -> None:  # LS-02
+def test_stages_do_not_scale_gradients(mode: str, schedule: str, tmp_path: Path) -> None:  # LS-02, LS-12
+    """Two stages of two replicas and four micro-batches against one process."""
     flags = FP64 | {"clip-grad": 0.0, "micro-batch-size": 1}
     run_distributed(_against_file, 1, flags, Layout(), tmp_path / "r0.pt", 2)
-    more = flags | MODES[mode] | recompute
-    for found in run_distributed(_against_file, 4, more, Layout(pp=2, dp=2), tmp_path / "r0.pt", 2, timeout=100):
-        found.check(**EXACT)
+    layout = Layout(pp=2, dp=2, vp=2 if schedule == "interleaved" else 1)
+    more = {"pipeline-schedule": schedule} if schedule == "zb-h1" else {}
+    for recompute in ({}, FULL):
+        every = flags | MODES[mode] | more | recompute
+        for found in run_distributed(_against_file, 4, every, layout, tmp_path / "r0.pt", 2, timeout=100):
+            found.check(**EXACT)
 
 
-def _two_schedule_calls(rank: int, world_size: int, flags: Flags, path: Path) -> Distance:
+def _two_schedule_calls(rank: int, world_size: int, flags: Flags, layout: Layout, path: Path) -> Distance:
     """A step of four micro-batches as usual, and one in two calls of two, into one gradient."""
-    trainer = built(flags, DP2)
+    trainer = built(flags, layout)
     stepper = Stepper(trainer)
     first = steps(trainer, 1, gradients_of=1, stepper=stepper)
     with loader(trainer, trainer.datasets.train, 8) as batches:
@@ -81,8 +85,10 @@ def _two_schedule_calls(rank: int, world_size: int, flags: Flags, path: Path) ->
 def test_two_schedule_calls_in_one_step(mode: str, tmp_path: Path) -> None:  # LS-01
     run_distributed(_against_file, 1, FP64, Layout(), tmp_path / "r0.pt", 2)
     flags = FP64 | MODES[mode] | {"micro-batch-size": 1}
-    for found in run_distributed(_two_schedule_calls, 2, flags, tmp_path / "r0.pt"):
-        found.check(**EXACT)
+    for layout, more in ((DP2, {}), (Layout(pp=2, dp=2), {}), (Layout(pp=2, dp=2), {"pipeline-schedule": "zb-h1"})):
+        found = run_distributed(_two_schedule_calls, layout.world_size, flags | more, layout, tmp_path / "r0.pt")
+        for of_rank in found:
+            of_rank.check(**EXACT)
 
 
 @in_every_mode
@@ -96,9 +102,11 @@ def test_rate_zero_repeats_the_same_norm(dtype: str, mode: str) -> None:  # LS-0
 
 @in_every_mode
 @pytest.mark.parametrize("counts", [(11, 101), (104, 0), (0, 0)], ids=str)
-def test_every_token_weighs_the_same(counts: Sequence[int], mode: str, tmp_path: Path) -> None:  # LS-07, LS-09
+def test_every_token_weighs_the_same(counts: Sequence[int], mode: str, tmp_path: Path) -> None:
+    """LS-07, LS-09, and TP-08 under sequence parallelism."""
     flags = LONG | MODES[mode] | {"micro-batch-size": 1}
     found = run_distributed(_masked_step, 2, flags, DP2, counts)
+    found += run_distributed(_masked_step, 4, flags, Layout(tp=2, dp=2, sp=True), counts)
     assert all(trace.tokens == [sum(counts)] for trace in found)
     if not sum(counts):
         assert all((trace.losses, trace.norms) == ([0.0], [0.0]) for trace in found)
