@@ -60,6 +60,7 @@ def _calibrate(own: argparse.Namespace) -> None:
     import torch
 
     from megackpt.observe.calibrate import Figure, calibrate
+    from megackpt.train.host_times import with_layers
 
     devices = torch.cuda.device_count()
     device = own.device or ("cuda" if devices else "cpu")
@@ -76,6 +77,8 @@ def _calibrate(own: argparse.Namespace) -> None:
     print(f"measuring {device} with {nproc} ranks ...", file=sys.stderr, flush=True)
     try:
         machine = calibrate(device, nproc, tell)
+        if device == "cpu":
+            machine = with_layers(machine, tell)
     except RuntimeError as error:
         raise UsageError(f"this machine could not be measured: {error}.") from error
     data = machine.to_json() | ({"name": own.name} if own.name else {})

@@ -6,11 +6,12 @@ The ranks are processes that this module starts itself and ends again; they meet
 from __future__ import annotations
 
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -21,7 +22,10 @@ import torch.distributed as dist
 BYTES = 4 << 20  # of a large message
 SMALL = 200  # repetitions of the smallest one
 ROUNDS = 5  # of the largest one
+BETWEEN = 40  # exchanges with work between them
+WORK_S = 0.001  # the work
 BUSY_S = 0.4  # that ranks compute at once
+CROWD = 2  # on a CPU, ranks at most for each that the run is measured with
 TIMEOUT_S = 50
 LEAVE_S = 5  # for a rank to leave by itself
 
@@ -31,19 +35,23 @@ class Together:
     """As the ranks measured it."""
 
     collective_bytes_per_s: float  # bus bandwidth
-    latency_s: float
+    latency_s: float  # of a collective
     message_bytes_per_s: float
+    message_latency_s: float
+    message_s: float  # of the processor of each end, whatever the size
+    message_byte_s: float
     rates: tuple[float, ...]  # speed of each with 1, 2, ... ranks at work, relative to one alone
 
 
 def measure_together(device: str, nproc: int) -> Together:
     """Start `nproc` ranks (two or more) on `device`, let them measure, end them.  RuntimeError if one fails."""
     context = multiprocessing.get_context("spawn")
+    started = nproc * (CROWD if device == "cpu" else 1)
     with tempfile.TemporaryDirectory(prefix="megackpt-calibrate-") as folder:
         here, there = context.Pipe(duplex=False)
         ranks = [
-            context.Process(target=_rank, args=(rank, nproc, device, str(Path(folder, "meet")), there), daemon=True)
-            for rank in range(nproc)
+            context.Process(target=_rank, args=(rank, nproc, started, device, Path(folder, "meet"), there), daemon=True)
+            for rank in range(started)
         ]
         for process in ranks:
             process.start()
@@ -73,33 +81,89 @@ def _result(here: Connection, ranks: Sequence[multiprocessing.process.BaseProces
 # -- in a rank -------------------------------------------------------------------------------------------------------
 
 
-def _rank(rank: int, size: int, device: str, meet: str, answer: Connection) -> None:
+def _rank(rank: int, size: int, started: int, device: str, meet: Path, answer: Connection) -> None:
+    """Ranks from `size` on only compute beside the others."""
     torch.set_num_threads(1)
     where = torch.device(device, rank) if device == "cuda" else torch.device("cpu")
     if device == "cuda":
         torch.cuda.set_device(where)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{meet}", rank=rank, world_size=size,
+        "nccl" if device == "cuda" else "gloo", init_method=f"file://{meet}", rank=rank, world_size=started,
         timeout=timedelta(seconds=TIMEOUT_S),
     )  # fmt: skip
-    tiny, large = torch.zeros(2, device=where), torch.zeros(BYTES // 4, device=where)
-    latency = _seconds(lambda: dist.all_reduce(tiny), SMALL, where)
-    whole = _seconds(lambda: dist.all_reduce(large), ROUNDS, where)
-    message = _seconds(lambda: _ping(rank, large), ROUNDS, where) / 2
-    small = _seconds(lambda: _ping(rank, tiny), SMALL, where) / 2
-    rates = _shared(rank, size, where)
-    if rank == 0:
-        passed = 2 * BYTES * (size - 1) / size
-        answer.send(
-            Together(
-                passed / max(whole - latency, whole / 2),  # on a busy host the small one may seem to take all of it
-                max(latency, small),
-                BYTES / max(message - small, message / 2),
-                rates,
-            )
-        )
+    group = dist.new_group(list(range(size)))
+    found = _exchanges(rank, size, group, where) if rank < size else None
+    rates = _shared(rank, started, where) if device == "cpu" else ()
+    if found is not None and rank == 0:
+        answer.send(replace(found, rates=rates))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _exchanges(rank: int, size: int, group: dist.ProcessGroup | None, where: torch.device) -> Together:
+    tiny, large = torch.zeros(2, device=where), torch.zeros(BYTES // 4, device=where)
+    latency = _seconds(lambda: dist.all_reduce(tiny, group=group), SMALL, where)
+    whole = _seconds(lambda: dist.all_reduce(large, group=group), ROUNDS, where)
+    message = _seconds(lambda: _ping(rank, large), ROUNDS, where) / 2
+    small = _seconds(lambda: _ping(rank, tiny), SMALL, where) / 2
+    host = where.type == "cpu"
+    work = _Work(where)
+    busy = latency if not host else max(latency, work.beside(lambda: dist.all_reduce(tiny, group=group)).wall)
+    fixed, more = (work.beside(_Swap(rank, t)).processor if host else 0.0 for t in (tiny, large))
+    passed = 2 * BYTES * (size - 1) / size
+    return Together(
+        passed / max(whole - latency, whole / 2),  # on a busy host the small one may seem to take all of it
+        busy,
+        BYTES / max(message - small, message / 2),
+        small,
+        fixed / 2,  # a swap sends one and receives one
+        max(0.0, more - fixed) / 2 / BYTES,
+        (),
+    )
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What an exchange adds to work on both of its sides."""
+
+    wall: float
+    processor: float  # of all threads of this rank
+
+
+class _Work:
+    """Products for WORK_S."""
+
+    def __init__(self, where: torch.device) -> None:
+        self.left, self.right = torch.randn(96, 96, device=where), torch.randn(96, 288, device=where)
+        self.count = 1
+        self.count = max(1, round(WORK_S / _seconds(self, SMALL, where)))
+
+    def __call__(self) -> None:
+        for _ in range(self.count):
+            self.left @ self.right
+
+    def beside(self, exchange: Callable[[], object]) -> _Beside:
+        """The mean of wall time, as all exchanges of a step count, but for a tenth at either end; the median of the
+        processor's."""
+        walls, processors = [], []
+        for _ in range(BETWEEN):
+            marks = [(time.perf_counter(), time.process_time())]
+            self()
+            marks.append((time.perf_counter(), time.process_time()))
+            if isinstance(exchange, _Swap):
+                exchange.post()
+            self()
+            exchange()
+            marks.append((time.perf_counter(), time.process_time()))
+            (w0, p0), (w1, p1), (w2, p2) = marks
+            walls.append((w2 - w1) - (w1 - w0))
+            processors.append((p2 - p1) - (p1 - p0))
+        return _Beside(max(0.0, _trimmed(walls)), max(0.0, statistics.median(processors)))
+
+
+def _trimmed(values: Sequence[float]) -> float:
+    cut = len(values) // 10
+    return statistics.mean(sorted(values)[cut : len(values) - cut])
 
 
 def _seconds(work: Callable[[], object], count: int, where: torch.device) -> float:
@@ -124,19 +188,42 @@ def _ping(rank: int, tensor: torch.Tensor) -> None:
         dist.send(tensor, 0)
 
 
+class _Swap:
+    """Rank 0 and 1 send and receive at once, the receive posted long before, as stages do; others look on."""
+
+    def __init__(self, rank: int, tensor: torch.Tensor) -> None:
+        self.peer = 1 - rank if rank < 2 else None
+        self.tensor, self.received = tensor, torch.empty_like(tensor)
+        self.coming: dist.Work | None = None
+
+    def post(self) -> None:
+        if self.peer is not None:
+            self.coming = dist.irecv(self.received, self.peer)
+
+    def __call__(self) -> None:
+        if self.peer is None:
+            return
+        leaving = dist.isend(self.tensor, self.peer)
+        for work in (self.coming, leaving):
+            if work is not None:
+                work.wait()
+
+
 def _shared(rank: int, size: int, where: torch.device) -> tuple[float, ...]:
-    """Speed of rank 0 while ranks 0 to k compute, for every k, relative to rank 0 alone."""
-    a, b = torch.randn(256, 256, device=where), torch.randn(256, 256, device=where)
-    line = torch.randn(1 << 18, device=where)
-    counts = []
+    """Speed of rank 0 while ranks 0 to k compute, for every k, relative to rank 0 alone: its share of the cores, times
+    what its own processor time says of caches and memory that it shares.  So what others do meanwhile hardly counts.
+
+    Each goes through weights that fill more than a core's own cache, as layers do."""
+    x = torch.randn(128, 256, device=where)
+    weights = [torch.randn(256, 256, device=where) for _ in range(12)]
+    cores, passes = len(os.sched_getaffinity(0)), []
     for busy in range(1, size + 1):
         dist.barrier()
-        done, end = 0, time.perf_counter() + BUSY_S
-        while rank < busy and time.perf_counter() < end:
-            a @ b
-            line + 1.0
-            if where.type == "cuda":
-                torch.cuda.synchronize(where)
-            done += 1
-        counts.append(done)
-    return tuple(min(1.0, count / counts[0]) for count in counts) if rank == 0 else ()
+        seconds, end = [0.0], time.perf_counter() + BUSY_S
+        while rank < busy and (time.perf_counter() < end or len(seconds) < 4):
+            start = time.thread_time()
+            for weight in weights:
+                torch.nn.functional.gelu(x @ weight, approximate="tanh")
+            seconds.append(time.thread_time() - start)
+        passes.append(statistics.median(seconds[1:]) if rank < busy else 1.0)
+    return tuple(min(1.0, cores / (k + 1)) * min(1.0, passes[0] / passes[k]) for k in range(size))

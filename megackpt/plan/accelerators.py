@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megackpt.plan.paces import Kernel, Overheads
+
 GIB = 2**30
 MIB = 2**20
 
@@ -35,6 +37,8 @@ class Machine:
     latency_s: float = 10e-6
     op_seconds: float = 0.0  # of the host per operation, where it computes itself; 0: hidden behind the device's work
     shared_rates: tuple[float, ...] = ()  # of a rank while 1, 2, ... ranks of the host compute; (): cores of its own
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)  # measured, by kind of step; others by the roofline
+    overheads: Overheads = field(default_factory=Overheads)
     context_bytes: int = 0  # of the driver, outside the allocator
     communicator_bytes: int = 0  # per process group
     margin_bytes: int = 0  # fragmentation and what nobody counted
@@ -71,7 +75,10 @@ class Machine:
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Machine:
         """Raises TypeError on an unknown or missing field."""
-        return Machine(**{**data, "shared_rates": tuple(data.get("shared_rates", ()))})
+        kernels = {kind: Kernel.from_json(row) for kind, row in data.get("kernels", {}).items()}
+        overheads = Overheads(**data.get("overheads", {}))
+        rates = tuple(data.get("shared_rates", ()))
+        return Machine(**{**data, "shared_rates": rates, "kernels": kernels, "overheads": overheads})
 
 
 def machine_named(name: str) -> Machine:

@@ -16,7 +16,7 @@ from megackpt.plan.kept import replay
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.predict import Prediction, StageWalk, predict, short_lists
 from megackpt.plan.profile import Profile, StepCost, profile
-from megackpt.plan.schedule import Action, schedule_lists
+from megackpt.plan.schedule import Action, destination, schedule_lists, source
 from megackpt.plan.seconds import StepClock
 from megackpt.plan.simulate import Cost, Order, Speed, Timeline
 from megackpt.plan.slots import slots_of
@@ -56,8 +56,8 @@ class Evaluator:
             [[self._work(layout, sets, stage, chunk) for sets in plan.slots(stage, chunk)] for chunk in range(layout.v)]
             for stage in range(layout.p)
         ]
-        full = self.order.durations(lambda stage, action: _seconds(self._of(work, stage, action), action))
-        bare = self.order.durations(lambda stage, action: _seconds(work[stage][action.chunk][0], action, replays=False))
+        full = self.order.durations(lambda stage, action: self._seconds(work, stage, action))
+        bare = self.order.durations(lambda stage, action: self._seconds(work, stage, action, replays=False))
         replays = [self._mean_replay(row, stage) for stage, row in enumerate(work)]
         transfer = self.clock.send(self.made.boundary_bytes)
         stages = tuple(
@@ -78,13 +78,20 @@ class Evaluator:
             bare_seconds=self.order.step_seconds(bare, transfer, speed=self.speed),
             end=slowest(
                 [
-                    step_end(layout, self.machine, row, stage.forward, stage.backward)
+                    step_end(layout, self.machine, row, stage.forward, stage.backward, self._tied_bytes(row.stage))
                     for row, stage in zip(prediction.stages, stages, strict=True)
                 ]
             ),
             model_flops=model_flops(self._shape, self._sequences),
             replayed_flops=self._replayed_flops(layout, plan),
         )
+
+    def _tied_bytes(self, stage: int) -> int:
+        """Of the gradient of an embedding that is on two stages."""
+        model, layout = self.model, self.layout
+        if not model.tied or layout.p == 1 or stage not in (0, layout.p - 1):
+            return 0
+        return model.padded_vocab // layout.t * model.hidden * layout.grad_bytes
 
     def _ahead(self, work: Works) -> list[float] | None:
         """What each action may do before its message is there; None: no plan wants anything ahead."""
@@ -106,6 +113,20 @@ class Evaluator:
             return slots[0]
         return slots[min(self.slots[stage][action.micro_batch, action.chunk], len(slots) - 1)]
 
+    def _seconds(self, work: Works, stage: int, action: Action, replays: bool = True) -> float:
+        """What an action takes of its stage's processor, its messages' share included."""
+        return _seconds(self._of(work, stage, action), action, replays) + self._exchanged(stage, action)
+
+    def _exchanged(self, stage: int, action: Action) -> float:
+        """What a stage's own processor takes for the messages of an action."""
+        p, v = self.layout.p, self.layout.v
+        if p == 1:
+            return 0.0
+        if not (each := self.clock.message(self.made.boundary_bytes)):
+            return 0.0
+        messages = (source(action, stage, p, v) is not None) + (destination(action, stage, p, v) is not None)
+        return messages * each
+
     def _mean_replay(self, row: Sequence[Sequence[_Work]], stage: int) -> float:
         """Of one micro-batch through all chunks of a stage."""
         if all(len(slots) == 1 for slots in row):
@@ -118,10 +139,11 @@ class Evaluator:
     def _work(self, layout: Layout, sets: ChunkPlan, stage: int, chunk: int) -> _Work:
         block, layers = self.made.block, layout.pieces[stage][chunk]
         ends = [self.made.embedding] * layout.is_first(stage, chunk) + [self.made.head] * layout.is_last(stage, chunk)
-        clock = self.clock
+        clock, host = self.clock, self.machine.overheads
+        forward, backward = host.action_s + host.batch_s * bool(ends), host.action_s
         return _Work(
-            forward=len(layers) * clock.layer_forward(block) + sum(map(clock.layer_forward, ends)),
-            backward=len(layers) * clock.layer_backward(block) + sum(map(clock.layer_backward, ends)),
+            forward=forward + len(layers) * clock.layer_forward(block) + sum(map(clock.layer_forward, ends)),
+            backward=backward + len(layers) * clock.layer_backward(block) + sum(map(clock.layer_backward, ends)),
             weights=len(layers) * clock.layer_weights(block),
             replay=sum(seconds for seconds, _ in self._replayed(layout, sets, stage, chunk)),
             ahead=self._ahead_seconds(layout, sets, stage, chunk),
@@ -221,7 +243,7 @@ class Evaluator:
         def cost(stage: int, action: Action) -> Cost:
             before, peak, after = walks[stage].marks[action]
             own = self._of(work, stage, action)
-            return Cost(_seconds(own, action), after - before, peak - before, _early(own, action))
+            return Cost(self._seconds(work, stage, action), after - before, peak - before, _early(own, action))
 
         held = [sum(row.terms.get(name, 0) for name in FIXED) for row in prediction.stages]
         return self.order.run(cost, transfer, held, self.made.boundary_bytes, self.speed)

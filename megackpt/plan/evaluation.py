@@ -83,7 +83,7 @@ class Evaluation:
     @property
     def reduction_seconds(self) -> float:
         """Exchange of gradients, and of weights where the optimizer is sharded, that nothing hides."""
-        return self.end.exposed
+        return self.end.reduction
 
     @property
     def optimizer_seconds(self) -> float:

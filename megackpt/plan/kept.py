@@ -121,6 +121,19 @@ def kept_bytes(layer: LayerProfile, save_set: SaveSet, *, input_choice: str = KE
     return keep_layer(layer, save_set, input_choice=input_choice, t=t).total
 
 
+def records(layer: LayerProfile, save_set: SaveSet) -> int:
+    """How many replays the engine makes of what one backward of the layer runs again: neighbours of a branch that are
+    dropped whole go together."""
+    names, count, before = set(replay(layer, save_set).steps), 0, ""
+    for step in layer.steps:
+        decision = save_set[step.name]
+        whole = step.name.partition(".")[0] if decision.output == decision.internals == REPLAY else ""
+        if step.name in names:
+            count += not (whole and whole == before)
+        before = whole if step.name in names else ""
+    return count
+
+
 def replay(layer: LayerProfile, save_set: SaveSet) -> Replay:
     """What one backward of the layer runs again under a save-set."""
     kept = keep_layer(layer, save_set)

@@ -14,6 +14,7 @@ from megackpt.plan import costs
 from megackpt.plan.demand import present_steps
 from megackpt.plan.numbers import Layout, ModelNumbers, Widths
 from megackpt.plan.operations import operations
+from megackpt.plan.paces import kernel_of
 from megackpt.plan.steps import BLOCK, EMBED, HEAD, HEAD_CHUNK, Step
 
 KINDS = ("embedding", "block", "head")
@@ -49,6 +50,7 @@ class StepCost:
     collective_bytes: int = 0  # of the whole tensor, on any rank
     workspace_bytes: int = 0
     backward_workspace_bytes: int = 0
+    kernel: str = ""  # its kind, see paces.py
     replay_workspace_bytes: int = 0  # what waits while it is replayed, beside what its forward needs
     seconds: float | None = None  # measured, where somebody did
     backward_seconds: float | None = None
@@ -151,6 +153,7 @@ def profile(model: ModelNumbers, layout: Layout) -> Profile:
         rows = costs.of(kind, model, layout, widths)
         for name, row in rows.items():
             row["operations"], row["backward_operations"] = operations(name, model, layout)
+            row["kernel"] = kernel_of(name, model, layout)
         made[kind] = LayerProfile(kind, _layer(present_steps(table, absent), rows), inputs[kind])
     return Profile(**made)
 

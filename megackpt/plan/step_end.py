@@ -6,7 +6,10 @@
 over r = d c ranks in a ring.  Overlapped, a bucket of gradients goes as soon as its last one is there, in the backward
 of the last micro-batch, and weights arrive during the first forward: what is longer than that, and at least one
 bucket, stays exposed.  The update reads gradients and weights and rewrites the optimizer's state once, on a sharded
-optimizer each rank its share.
+optimizer each rank its share; where a machine was measured, it takes what a parameter took there.
+
+All ranks meet twice in every step, over its loss and over the norm of its gradients.  A tied embedding on two stages
+is summed over both.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from megackpt.plan.numbers import Layout
 from megackpt.plan.predict import StagePrediction
 
 BUCKET, BUCKET_OF_RANK = 40_000_000, 1_000_000  # elements, Megatron's default
+MEETINGS = 2
 
 
 @dataclass(frozen=True)
@@ -28,18 +32,31 @@ class StepEnd:
     reduce: float = 0.0  # all of the exchange of gradients
     gather: float = 0.0  # all of the exchange of weights
     exposed: float = 0.0  # of both: what nothing hides
+    model: float = 0.0  # over the ranks of one copy of the model: meetings, tied weights
     optimizer: float = 0.0
 
+    @property
+    def reduction(self) -> float:
+        """Every exchange that nothing hides."""
+        return self.exposed + self.model
 
-def step_end(layout: Layout, machine: Machine, row: StagePrediction, forward: float, backward: float) -> StepEnd:
-    """Of one stage; ``forward`` and ``backward`` are seconds of one micro-batch through its layers."""
+
+def step_end(
+    layout: Layout, machine: Machine, row: StagePrediction, forward: float, backward: float, tied_bytes: int = 0
+) -> StepEnd:
+    """Of one stage; ``forward`` and ``backward`` are seconds of one micro-batch through its layers, ``tied_bytes``
+    the gradients of weights that another stage has too."""
     ranks = layout.d * layout.c
     share = ranks if layout.sharded_optimizer else 1
     terms = row.terms
     read = (terms["gradients"] + terms["weights"]) / share
     optimizer = (read + 2 * (terms["masters"] + terms["moments"])) / (machine.hbm_bytes_per_s * machine.hbm_fraction)
+    host = machine.overheads
+    if host.parameter_s:
+        optimizer = host.step_s + row.parameters / share * host.parameter_s
+    model = _model(layout, machine, tied_bytes)
     if ranks == 1:
-        return StepEnd(optimizer=optimizer)
+        return StepEnd(model=model, optimizer=optimizer)
     size = layout.bucket_size or max(BUCKET, BUCKET_OF_RANK * ranks)
     buckets = max(1, -(-row.parameters // size))
     inside = layout.t * ranks <= machine.per_node
@@ -50,12 +67,20 @@ def step_end(layout: Layout, machine: Machine, row: StagePrediction, forward: fl
     gather = terms["weights"] * pass_ + wait if layout.sharded_optimizer else 0.0
     exposed = _exposed(reduce, buckets, backward if layout.overlap_grad_reduce else 0.0)
     exposed += _exposed(gather, buckets, forward if layout.overlap_param_gather else 0.0)
-    return StepEnd(reduce, gather, exposed, optimizer)
+    return StepEnd(reduce, gather, exposed, model, optimizer)
 
 
 def slowest(ends: Sequence[StepEnd]) -> StepEnd:
     """The stage that ends last, were all to begin together."""
-    return max(ends, key=lambda end: end.exposed + end.optimizer)
+    return max(ends, key=lambda end: end.reduction + end.optimizer)
+
+
+def _model(layout: Layout, machine: Machine, tied_bytes: int) -> float:
+    """A ring of two passes each half of the bytes twice."""
+    world = layout.t * layout.c * layout.d * layout.p
+    rate = machine.tp_bytes_per_s if world <= machine.per_node else machine.node_bytes_per_s
+    tied = machine.latency_s + tied_bytes / rate if tied_bytes else 0.0
+    return MEETINGS * machine.latency_s * (world > 1) + tied
 
 
 def _exposed(seconds: float, buckets: int, hidden: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import time
 from pathlib import Path
@@ -21,6 +22,7 @@ from megackpt.plan.policies import Policy, plan_for
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.simulate import Cost, Order
 from megackpt.recompute.stepwise import observe_steps
+from megackpt.train import host_times
 from tests.recompute.models import VOCAB, A, B, F, H, S, Subject, shape
 
 RUN = "plan --num-layers 4 --hidden-size 96 --num-attention-heads 8 --seq-length 40 --vocab-size 509 --device cpu"
@@ -32,18 +34,25 @@ def test_a_measured_machine_is_planned_with(tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "here.json"
     together = calibrate_ranks.measure_together("cpu", 2)
     assert together.latency_s > 0 and together.collective_bytes_per_s > 0 and together.message_bytes_per_s > 0
-    assert together.rates[0] == 1.0 and len(together.rates) == 2 and 0 < together.rates[1] <= 1
+    assert together.message_latency_s > 0 and together.message_s >= 0 and together.message_byte_s >= 0
+    assert together.rates[0] == 1.0 and len(together.rates) == 4 and all(0 < rate <= 1 for rate in together.rates)
+    cores = len(os.sched_getaffinity(0))
+    assert all(rate <= min(1.0, cores / busy) for busy, rate in enumerate(together.rates, 1))
     with mock.patch.object(calibrate, "PRODUCT_S", 0.0), mock.patch.object(
         calibrate, "measure_together", lambda device, nproc: together
-    ):
+    ), mock.patch.object(host_times, "with_layers", lambda machine, tell: machine):  # tests/train/test_layer_times.py
         assert main(["calibrate", "--out", str(path), "--device", "cpu", "--name", "here"]) == 0
     out = capsys.readouterr().out
-    assert out.count("\n") == 15 and f"megackpt plan --machine {path}" in out
+    assert out.count("\n") == 16 and f"megackpt plan --machine {path}" in out
     machine = machine_named(str(path))
     assert machine.name == "here" and machine.shared_rates == together.rates
     assert machine.latency_s == together.latency_s and machine.op_seconds > 0
+    assert vars(machine.overheads) | {
+        "message_s": together.message_s, "message_byte_s": together.message_byte_s,
+        "message_latency_s": together.message_latency_s,
+    } == vars(machine.overheads)
     measured = {name for name in Machine.__dataclass_fields__ if name.endswith(("_s", "_fraction", "_rates", "flops"))}
-    assert measured | {"op_seconds", "memory_bytes", "cores"} == set(machine.sources)
+    assert measured | {"op_seconds", "memory_bytes", "cores", "kernels", "overheads"} == set(machine.sources)
     assert main([*RUN.split(), "--machine", str(path)]) == 0
     assert "here" in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ from megackpt.plan.choose.problem import Counts, DoesNotFit, End, Pick, Problem
 from megackpt.plan.chunk import ChunkModel, Spans
 from megackpt.plan.decision import ChunkPlan, Group, Plan, SaveSet, Slots
 from megackpt.plan.demand import present_steps
-from megackpt.plan.kept import kept_bytes, replay
+from megackpt.plan.kept import kept_bytes, records, replay
 from megackpt.plan.live import Layer, backward_span, forward_span
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.parameters import (
@@ -84,7 +84,8 @@ class EnginePrices:
 
     def replay_seconds(self, save_set: SaveSet) -> float:
         names = replay(self.block, save_set).steps
-        return replay_seconds(present_steps(BLOCK, self.absent), self._seconds, names, self.shared_gathers)
+        host = self.clock.machine.overheads.span_s * records(self.block, save_set)
+        return host + replay_seconds(present_steps(BLOCK, self.absent), self._seconds, names, self.shared_gathers)
 
     def group(self, layers: int) -> tuple[int, int, float]:
         """A group replayed at once keeps its gathered tensors, so its backward does not gather again."""
