@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from megackpt.config.errors import UsageError
 from megackpt.config.flag import Layer, Value, key_of
 from megackpt.config.flags import BY_KEY
+from megackpt.config.from_checkpoint import checkpoint_vocabulary, with_checkpoint
 from megackpt.config.launch_script import LaunchScript, read_launch_script
 from megackpt.config.parse import ENVIRONMENT
 from megackpt.config.resolve import sections
@@ -101,8 +102,15 @@ def _values(
     _refuse(strict, any(source.values.get("ignore-unsupported") for source in sources), notices)
     if script is not None:
         _list_unsupported(script, sources[1], notices)
-    values = merge([FIT_TO_PLAN, *(_sized(source.values) for source in (*files, *sources))])
-    return own | values, notices
+    values = merge(source.values for source in (*files, *sources))
+    if values.get("use-checkpoint-args"):
+        vocab = checkpoint_vocabulary(values)
+        values, overruled = with_checkpoint(values)
+        notices += overruled
+        if vocab is not None:  # whatever tokenizer it came from
+            own = {key: value for key, value in own.items() if key == CONTEXT}
+            values["vocab-size"] = vocab
+    return own | merge([FIT_TO_PLAN, _sized(values)]), notices
 
 
 def _planned(words: Sequence[str]) -> tuple[list[str], dict[str, Value]]:

@@ -52,25 +52,35 @@ def with_checkpoint(values: Layer) -> tuple[dict[str, Value], list[str]]:
 
     Returns notices of what was overruled too.  Raises UsageError if there is no such checkpoint.
     """
+    directory, document, _ = _found(values)
+    return _merged(values, _padded(_layer(directory, document), values), directory)
+
+
+def checkpoint_vocabulary(values: Layer) -> int | None:
+    """Rows of the vocabulary before padding, if the checkpoint that ``with_checkpoint`` takes says how many."""
+    return _found(values)[2]
+
+
+def _found(values: Layer) -> tuple[Path, Mapping[str, object], int | None]:
     folders = [str(values[key]) for key in ("load", "pretrained-checkpoint") if key in values]
     if not folders:
         raise UsageError("--use-checkpoint-args needs --load: the folder whose checkpoint says what the model is.")
     for folder in folders:
         found = _stored(Path(folder))
         if found is not None:
-            directory, document = found
-            return _merged(values, _padded(_layer(directory, document), values), directory)
+            return found
     raise UsageError(f"--use-checkpoint-args: {' and '.join(folders)} has no checkpoint with a readable {RUN_FILE}.")
 
 
-def _stored(root: Path) -> tuple[Path, Mapping[str, object]] | None:
+def _stored(root: Path) -> tuple[Path, Mapping[str, object], int | None] | None:
     for directory in in_order_of_trust(root)[0]:
         try:
             with (directory / RUN_FILE).open("rb") as file:
                 run = json.loads(file.read(_LARGEST))
             document = yaml.safe_load(run["extra"]["config"])
             if isinstance(document["model"], Mapping) and isinstance(document.get("data", {}), Mapping):
-                return directory, document
+                vocab = run["extra"].get("vocab_size")
+                return directory, document, vocab if isinstance(vocab, int) else None
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, yaml.YAMLError):
             continue  # an older one has the same model
     return None

@@ -12,6 +12,8 @@ import pytest
 
 from megackpt.cli.main import main
 from megackpt.cli.plan import make_report, read_own
+from megackpt.config.errors import UsageError
+from megackpt.persist.convert import write_checkpoint
 from megackpt.plan.accelerators import GIB, MACHINES
 from megackpt.plan.decision import Plan
 from megackpt.plan.evaluate import Evaluator
@@ -19,6 +21,7 @@ from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.policies import Policy, plan_for
 from megackpt.plan.predict import predict
 from megackpt.plan.report import Report
+from tests.persist.convert.made import llama, weights_of
 from tests.pool import ROOT
 
 MODEL = "--num-layers 8 --hidden-size 1024 --num-attention-heads 16 --seq-length 1024 --vocab-size 32000 --bf16"
@@ -45,6 +48,23 @@ def test_fits_and_does_not(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *words(f"--memory-budget-gib {least - 0.2}")]) == 1
     out = capsys.readouterr().out
     assert "DOES NOT FIT: stages 0, 1" in out and "Nothing fits, whatever is replayed: stage" in out
+
+
+def test_the_model_may_come_from_a_checkpoint(tmp_path: Path) -> None:
+    """--use-checkpoint-args, as the trainer has it: shape, vocabulary and padding heads."""
+    write_checkpoint(tmp_path, weights_of(llama(9, 3, 10)), tensor_parallel=2)
+    rest = "--micro-batch-size 2 --global-batch-size 16 --tensor-model-parallel-size 2 --seq-length 37"
+    given = report(f"--load {tmp_path} --use-checkpoint-args --num-layers 3 --vocab-size 9 {rest}", base="")
+    shape = (
+        "--num-layers 5 --hidden-size 48 --num-attention-heads 12 --group-query-attention --num-query-groups 4"
+        " --unpadded-query-groups 3 --kv-channels 10 --ffn-hidden-size 168 --position-embedding-type rope --swiglu"
+        " --normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights --vocab-size 257"
+        " --hidden-dropout 0 --attention-dropout 0"
+    )
+    assert given.model == report(f"{shape} {rest}", base="").model and given.model.heads == 12
+    assert any("--num-layers 5 instead of 3, from" in notice for notice in given.notices)
+    with pytest.raises(UsageError, match="--use-checkpoint-args needs --load"):
+        report(f"--use-checkpoint-args {rest}", base="")
 
 
 def test_rows_are_the_prediction(capsys: pytest.CaptureFixture[str]) -> None:
