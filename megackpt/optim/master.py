@@ -156,5 +156,5 @@ class MasterOptimizer:
                     target.copy_(tensors[kind][name])
         self._update.steps = step_count
         self._round_masters()
-        if self.flat is not None and self._copies:
+        if self.flat is not None:  # also on a rank whose shards are empty, which has no copies: the others wait for it
             self.flat.gather()
