@@ -177,6 +177,29 @@ def test_blends_are_those_of_the_reference(weights: list[int]) -> None:
     assert np.abs(given - wanted).max() < 1 and same.mean() > 0.8
 
 
+def shares(parts: int, seed: int) -> list[float]:
+    drawn = np.random.default_rng(seed).random(parts) ** 3
+    return (drawn / drawn.sum()).tolist()
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [[0.3, 0.7], [0.5, 0.0, 0.3, 0.2], [1e-5, 1 - 1e-5], [1 / 7] * 7, shares(3, 1), shares(5, 2), shares(12, 3)],
+)
+@pytest.mark.parametrize(("rounds", "warm_up"), [(8, 128), (8, 0), (1, 0)])
+def test_orders_made_in_blocks_are_those_made_one_by_one(
+    monkeypatch: pytest.MonkeyPatch, weights: list[float], rounds: int, warm_up: int
+) -> None:
+    """Where all guesses are right, where some must be put right, and where the rest is made one by one."""
+    monkeypatch.setattr("megackpt.data.blend._SHORT", 30_000)
+    expected = blend_order(weights, 23_456)
+    monkeypatch.setattr("megackpt.data.blend._SHORT", 0)
+    monkeypatch.setattr("megackpt.data.blend._ROUNDS", rounds)
+    monkeypatch.setattr("megackpt.data.blend._WARM_UP", warm_up)
+    for samples in (1, 2, 7, 23_456):
+        assert blend_order(weights, samples).tolist() == expected[:samples].tolist()
+
+
 def test_a_large_index_takes_little_time_and_memory() -> None:
     """100 million tokens in a million documents: within 5 seconds, and at most twice the memory of the index."""
     lengths = np.random.default_rng(1).integers(1, 200, 1_000_000).astype(np.int32)
