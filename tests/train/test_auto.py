@@ -20,6 +20,7 @@ from megackpt.observe.auto import Task, gib, machine_of, refuse_impossible, task
 from megackpt.observe.log_line import format_bytes
 from megackpt.plan import Plan
 from megackpt.plan.accelerators import GIB
+from megackpt.plan.choose.problem import DoesNotFit
 from megackpt.plan.policies import Policy, plan_for
 from megackpt.plan.predict import predict
 from megackpt.plan.slots import slots_of
@@ -205,6 +206,20 @@ def test_an_impossible_budget_is_refused_before_any_group(capsys: pytest.Capture
     refuse_impossible(made)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_stages_with_an_end_of_the_model_alone_have_nothing_to_choose(schedule: str) -> None:
+    """Their embedding and their head are counted; from the least budget on there is a plan."""
+    ends: Flags = {"pipeline-model-parallel-layout": "E|tttt|L", "pipeline-schedule": schedule}
+    made = task(GPT | ends, Layout(pp=3))
+    least = made.least_bytes()
+    for budget in (least, 2 * least):
+        plan = made.choose(budget).choice.plan
+        assert [len(chunk.save_sets) for (chunk,) in plan.stages] == [2, 6, 2]  # the ends' and the layers'
+        assert max(stage.total_bytes for stage in predicted(made, plan).stages) <= budget
+    with pytest.raises(DoesNotFit):
+        made.choose(least - 1024)
+
+
 def test_on_a_cpu_a_budget_is_needed() -> None:
     flags = GPT | {"recompute-granularity": "auto"}
     with pytest.raises(UsageError, match="auto needs --memory-budget-gib on a CPU"):
@@ -233,6 +248,12 @@ def test_layouts_under_auto(layout: Layout) -> None:
 @pytest.mark.timeout(600)
 def test_zero_bubble_under_auto() -> None:
     check(GPT | DROPOUT | {"pipeline-schedule": "zb-h1"}, Layout(pp=2), 0.03)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_ends_of_the_model_alone_under_auto() -> None:
+    check(GPT | DROPOUT | {"pipeline-model-parallel-layout": "E|tttt|L"}, Layout(pp=3), 0.03)
 
 
 @pytest.mark.full

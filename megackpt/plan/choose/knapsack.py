@@ -125,8 +125,8 @@ class Table:
         self._fronts: dict[int, Fronts] = {}
 
     def caps(self, layers: int) -> list[int]:
-        """The bytes that matter as caps for pieces of at most ``layers`` layers, descending."""
-        return sorted({item.transient_bytes for item in self.items if item.layers <= layers}, reverse=True)
+        """The bytes that matter as caps for pieces of at most ``layers`` layers, descending; 0 where there are none."""
+        return sorted({item.transient_bytes for item in self.items if item.layers <= layers}, reverse=True) or [0]
 
     def under(self, cap: int) -> Fronts:
         """Fronts of the items that rebuild at most ``cap`` bytes."""
