@@ -109,6 +109,8 @@ class Measured:
     """seconds by step and rank"""
     simulated: list[float]
     """idle share by rank, of the simulator with the median times of these actions"""
+    actions: list[dict[str, float]]
+    """by rank, median seconds of the forwards, backwards and weight gradients of a step together"""
     flops: int
 
     @property
@@ -131,8 +133,17 @@ def measured(record: Record, flops: int) -> Measured:
         [[step.idle_seconds(rank) / step.seconds for rank in ranks] for step in steps],
         [[step.seconds - step.idle_seconds(rank) for rank in ranks] for step in steps],
         [idle / timeline.step_seconds for idle in timeline.idle_seconds],
+        [_by_kind(times, rank) for rank in ranks],
         flops,
     )
+
+
+def _by_kind(times: dict[tuple[int, Action], list[float]], rank: int) -> dict[str, float]:
+    kinds: dict[str, float] = {}
+    for (of_rank, action), seconds in times.items():
+        if of_rank == rank:
+            kinds[action.kind] = kinds.get(action.kind, 0.0) + statistics.median(seconds)
+    return kinds
 
 
 def measure(job: Job, n: int) -> dict[str, Measured]:
@@ -161,11 +172,14 @@ def report(found: dict[int, dict[str, Measured]]) -> str:
             rows.append([
                 str(n), name, f"{statistics.median(got.seconds) * 1e3:.0f}",
                 f"{median_ratio(by_name['1f1b'].seconds, got.seconds):.3f}",
-                f"{statistics.median(busy) * 1e3:.0f}", f"{got.flops / 1e9:.2f}",
+                f"{statistics.median(busy) * 1e3:.0f}",
+                " / ".join("+".join(f"{s / n * 1e3:.0f}" for s in kinds.values()) for kinds in got.actions),
+                f"{got.flops / 1e9:.2f}",
                 " / ".join(f"{share:.1%}" for share in got.median_idle),
                 " / ".join(f"{share:.1%}" for share in got.simulated),
             ])  # fmt: skip
-    header = ["micro-batches", "schedule", "step ms", "speed / 1f1b", "busy ms", "GFLOP", "idle by stage", "simulated"]
+    header = ["micro-batches", "schedule", "step ms", "speed / 1f1b", "busy ms", "F+B+W ms by stage", "GFLOP",
+              "idle by stage", "simulated"]  # fmt: skip
     return table(header, rows)
 
 

@@ -206,15 +206,20 @@ def test_an_impossible_budget_is_refused_before_any_group(capsys: pytest.Capture
     refuse_impossible(made)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_stages_with_an_end_of_the_model_alone_have_nothing_to_choose(schedule: str) -> None:
-    """Their embedding and their head are counted; from the least budget on there is a plan."""
-    ends: Flags = {"pipeline-model-parallel-layout": "E|tttt|L", "pipeline-schedule": schedule}
-    made = task(GPT | ends, Layout(pp=3))
+@pytest.mark.parametrize(
+    ("schedule", "text", "stages", "layers"),
+    [("1f1b", "E|tttt|L", 3, [[0], [4], [0]]), ("zb-h1", "E|tttt|L", 3, [[0], [4], [0]]),
+     ("1f1b", "Et|tt||||tL", 2, [[1, 0, 0], [2, 0, 1]])],
+)  # fmt: skip
+def test_stages_and_chunks_without_layers_have_nothing_to_choose(
+    schedule: str, text: str, stages: int, layers: list[list[int]]
+) -> None:
+    """Only the ends of the model are counted there; from the least budget on there is a plan."""
+    made = task(GPT | {"pipeline-model-parallel-layout": text, "pipeline-schedule": schedule}, Layout(pp=stages))
     least = made.least_bytes()
     for budget in (least, 2 * least):
         plan = made.choose(budget).choice.plan
-        assert [len(chunk.save_sets) for (chunk,) in plan.stages] == [2, 6, 2]  # the ends' and the layers'
+        assert [[len(c.save_sets) - 2 for c in stage] for stage in plan.stages] == layers  # but those of the ends
         assert max(stage.total_bytes for stage in predicted(made, plan).stages) <= budget
     with pytest.raises(DoesNotFit):
         made.choose(least - 1024)

@@ -204,7 +204,7 @@ class Problem:
             if action.kind == "F":
                 extra = max([self.pricing.forward_transient_bytes(), *(e.transient_bytes for e in ends)])
                 return Cost(table[stage][action], kept, kept + extra)
-            rebuilt = max([i.transient_bytes for i in mixture] + [e.transient_bytes for e in ends])
+            rebuilt = max([i.transient_bytes for i in mixture] + [e.transient_bytes for e in ends], default=0)
             return Cost(table[stage][action], -kept * (action.kind == leaves), rebuilt * (action.kind == "B"))
 
         held = [
