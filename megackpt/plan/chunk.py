@@ -73,6 +73,8 @@ class ChunkModel:
         self._backward_of(clock, self.plan.groups, self.layers)
         if self.first:
             clock.run(self._backward(self._end("embedding"), input_gradient=False))
+        if not (self.first or self.last or self.layers):
+            clock.live += self.profile.boundary_bytes  # an empty chunk hands on the gradient that it received
         clock.live += self.profile.boundary_bytes * self._keeps_top
         return clock.span()
 

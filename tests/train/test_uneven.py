@@ -57,10 +57,10 @@ def test_uneven_splits_train_and_evaluate_as_one_process(
 
 
 def test_bytes_of_uneven_splits_are_the_predicted_ones() -> None:
-    """Kept bytes exactly, the live peak within 1 %, of a stage with an end of the model alone as well."""
+    """Kept bytes exactly, the live peak within 1 %, of a stage with an end of the model alone and of empty chunks too."""
     wide = COMMON | {"num-layers": 4, "hidden-size": 256, "ffn-hidden-size": 896, "seq-length": 64}
     wide |= {"max-position-embeddings": 64}
-    cases = [wide | {"pipeline-model-parallel-layout": text} for text in ("E|ttttL", "Et||ttt|L")]
+    cases = [wide | {"pipeline-model-parallel-layout": text} for text in ("E|ttttL", "Et||ttt|L", "Et|tt||||tL")]
     for of_rank in run_distributed(run_cases, 2, cases, Layout(pp=2), timeout=60):
         for seen, predicted in of_rank:
             assert seen.numel == predicted.parameters
