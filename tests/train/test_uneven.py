@@ -57,7 +57,7 @@ def test_uneven_splits_train_and_evaluate_as_one_process(
 
 
 def test_bytes_of_uneven_splits_are_the_predicted_ones() -> None:
-    """Kept bytes exactly, the live peak within 1 %, of a stage with an end of the model alone and of empty chunks too."""
+    """Kept bytes exactly, the live peak within 1 %, of a stage with an end of the model alone and of empty chunks."""
     wide = COMMON | {"num-layers": 4, "hidden-size": 256, "ffn-hidden-size": 896, "seq-length": 64}
     wide |= {"max-position-embeddings": 64}
     cases = [wide | {"pipeline-model-parallel-layout": text} for text in ("E|ttttL", "Et||ttt|L", "Et|tt||||tL")]
