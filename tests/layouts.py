@@ -246,6 +246,21 @@ def batches_of(trainer: Trainer, dataset: SampleDataset | None = None) -> Iterat
         yield {name: torch.from_numpy(array) for name, array in batch.items()}
 
 
+class WatchedDataset:
+    """A dataset that remembers which samples were read."""
+
+    def __init__(self, inner: Any, read: list[int]) -> None:
+        self.inner, self.read = inner, read
+        self.fingerprint = inner.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __getitem__(self, index: int) -> Any:
+        self.read.append(index)
+        return self.inner[index]
+
+
 # -- distances -------------------------------------------------------------------------------------------------------
 
 

@@ -30,24 +30,20 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a clone, installed or not
 
-from megackpt.config.run import RunConfig  # noqa: E402
 from megackpt.data.dataset import Batch  # noqa: E402
-from megackpt.mesh.device import DeviceSeam  # noqa: E402
 from megackpt.mesh.process_mesh import single_axis  # noqa: E402
 from megackpt.mesh.sink import AutogradSink  # noqa: E402
 from megackpt.model import GPTChunk, build_chunk  # noqa: E402
 from megackpt.plan.events import Event  # noqa: E402
 from megackpt.recompute import RngLedger, Stream  # noqa: E402
 from megackpt.tensor.context import REPLICATED, TENSOR, TensorParallel  # noqa: E402
-from megackpt.train.build import build  # noqa: E402
-from megackpt.train.loop import loader  # noqa: E402
-from megackpt.train.step import Stepper  # noqa: E402
 from tools.bench_common import Runs, in_turns, machine, median_ratio, on_ranks, table, write_json  # noqa: E402
 from tools.bench_pipeline_plain import PlainPipeline  # noqa: E402
 from tools.bench_plain import Model  # noqa: E402
 from tools.bench_recompute_tp import LocalTracker  # noqa: E402
 from tools.bench_train import LOSS_TOLERANCE, LR  # noqa: E402
 from tools.bench_train import Job as TrainJob  # noqa: E402
+from tools.bench_train import Ours as TrainOurs  # noqa: E402
 
 POLICIES = ("none", "full")
 MIB = 1 << 20
@@ -99,21 +95,11 @@ class Measured:
     """of one step, waiting for messages (ours only)"""
 
 
-class Ours:
-    """The trainer under one policy."""
+class Ours(TrainOurs):
+    """The trainer on one rank, which can do without the update and be asked what it waits for."""
 
     def __init__(self, job: Job, policy: str) -> None:
-        config = RunConfig.from_flags(job.flags(policy), job.processes)
-        self.trainer = build(config, DeviceSeam("cpu", torch.device("cpu"), "gloo"))
-        self.stepper = Stepper(self.trainer)
-
-    def read(self, steps: int) -> list[list[Batch]]:
-        """The micro-batches of the first steps."""
-        with loader(self.trainer, self.trainer.datasets.train, 0) as batches:
-            return [[next(batches) for _ in range(self.trainer.config.micro_batches)] for _ in range(steps)]
-
-    def step(self, batches: Sequence[Batch]) -> float:
-        return self.stepper.train(iter(batches), 0).loss
+        super().__init__(job.flags(policy), job.processes)
 
     def forward_backward(self, batches: Sequence[Batch]) -> None:
         self.stepper.accumulate(iter(batches))

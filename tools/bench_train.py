@@ -88,10 +88,10 @@ class Job:
 
 
 class Ours:
-    """The trainer under one policy: its own build, its own step."""
+    """The trainer under one set of flags: its own build, its own step."""
 
-    def __init__(self, job: Job, policy: str) -> None:
-        config = RunConfig.from_flags(job.flags(policy), 1)
+    def __init__(self, flags: dict[str, object], processes: int = 1) -> None:
+        config = RunConfig.from_flags(flags, processes)
         self.trainer = build(config, DeviceSeam("cpu", torch.device("cpu"), "gloo"))
         self.stepper = Stepper(self.trainer)
 
@@ -150,7 +150,7 @@ def measure(job: Job) -> dict[str, dict[str, Measured]]:
 
     Raises RuntimeError when the losses of any step differ (compared without dropout, which both draw apart).
     """
-    ours = {policy: Ours(job, policy) for policy in job.policies}
+    ours = {policy: Ours(job.flags(policy)) for policy in job.policies}
     first = ours[job.policies[0]]
     batches = first.read(4)
     plain = {policy: PlainTrainer(job.model, policy, first.weights(), LR) for policy in job.policies}

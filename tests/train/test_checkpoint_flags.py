@@ -20,7 +20,17 @@ from megackpt.data.indexed_writer import IndexedWriter
 from megackpt.persist.manifest import Manifest, digest_of
 from megackpt.train.checkpoint import Start, load_run
 from megackpt.train.loop import train
-from tests.layouts import SMALL_GPT, Flags, Layout, built, logged, train_all, whole_weights, words
+from tests.layouts import (
+    SMALL_GPT,
+    Flags,
+    Layout,
+    WatchedDataset,
+    built,
+    logged,
+    train_all,
+    whole_weights,
+    words,
+)
 from tests.pool import DistributedFailure, run_distributed
 
 FULL = pytest.mark.full
@@ -261,25 +271,10 @@ def test_a_rank_that_is_killed_while_it_trains_and_saves(tmp_path: Path, victim:
 # -- the data goes on --------------------------------------------------------------------------------------------------
 
 
-class _Watched:
-    """A dataset that remembers which samples were read."""
-
-    def __init__(self, inner: Any, read: list[int]) -> None:
-        self.inner, self.read = inner, read
-        self.fingerprint = inner.fingerprint
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int) -> Any:
-        self.read.append(index)
-        return self.inner[index]
-
-
 def _samples(rank: int, world: int, flags: Flags, layout: Layout) -> tuple[list[int], int, int]:
     trainer = built(flags, layout)
     read: list[int] = []
-    object.__setattr__(trainer.datasets, "train", _Watched(trainer.datasets.train, read))
+    object.__setattr__(trainer.datasets, "train", WatchedDataset(trainer.datasets.train, read))
     where = train(trainer)
     return read, where.iteration, where.consumed_samples
 

@@ -18,7 +18,7 @@ from megackpt.data.indexed_writer import IndexedWriter
 from megackpt.train.build import Trainer
 from megackpt.train.checkpoint import load_run, random_state
 from megackpt.train.loop import train
-from tests.layouts import SMALL_GPT, Flags, Layout, built, logged, train_all, words
+from tests.layouts import SMALL_GPT, Flags, Layout, WatchedDataset, built, logged, train_all, words
 from tests.pool import ROOT, SINGLE_THREAD, run_distributed, shutdown
 
 DROPOUT = SMALL_GPT | {"hidden-dropout": 0.1, "attention-dropout": 0.1}
@@ -176,25 +176,10 @@ def test_every_rank_gets_its_own_random_state_back(tmp_path: Path) -> None:  # R
 # -- data ------------------------------------------------------------------------------------------------------------
 
 
-class _Watched:
-    """A dataset that remembers which samples were read."""
-
-    def __init__(self, inner: Any, read: list[int]) -> None:
-        self.inner, self.read = inner, read
-        self.fingerprint = inner.fingerprint
-
-    def __len__(self) -> int:
-        return len(self.inner)
-
-    def __getitem__(self, index: int) -> Any:
-        self.read.append(index)
-        return self.inner[index]
-
-
 def _samples_read(rank: int, world_size: int, flags: Flags, layout: Layout) -> list[int]:
     trainer = built(flags, layout)
     read: list[int] = []
-    object.__setattr__(trainer.datasets, "train", _Watched(trainer.datasets.train, read))
+    object.__setattr__(trainer.datasets, "train", WatchedDataset(trainer.datasets.train, read))
     train(trainer)
     return read
 
