@@ -14,6 +14,7 @@ from pathlib import Path
 from megackpt.cli.plan_inputs import Inputs, read_inputs
 from megackpt.config.errors import UsageError
 from megackpt.config.parse import refuse
+from megackpt.config.recompute import MOST_GIB
 from megackpt.plan.accelerators import MACHINES
 from megackpt.plan.predicted import predicted
 from megackpt.plan.report import Report, report
@@ -76,8 +77,8 @@ def read_own(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     own.script = script
     if own.world_size is not None and own.world_size < 1:
         parser.error(f"--world-size must be at least 1; got {own.world_size}")
-    if own.memory_budget_gib is not None and not own.memory_budget_gib > 0:
-        parser.error(f"--memory-budget-gib must be above 0; got {own.memory_budget_gib}")
+    if own.memory_budget_gib is not None and not 0 < own.memory_budget_gib <= MOST_GIB:
+        parser.error(f"--memory-budget-gib must be above 0 and at most {MOST_GIB:,}; got {own.memory_budget_gib}")
     if own.traced is not None and own.traced < 0:
         parser.error(f"--traced must be a rank, 0 or more; got {own.traced}")
     return own, rest

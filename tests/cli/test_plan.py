@@ -159,6 +159,7 @@ def test_a_script_is_planned_without_what_it_has_too_much(tmp_path: Path, capsys
         ("--world-size 3", "3 processes cannot be arranged"),
         ("--json no/such/folder/x.json", "cannot be written"),
         ("--fp8-format hybrid", "--fp8-format"),
+        ("--memory-budget-gib 1e300", "--memory-budget-gib must be above 0 and at most 1,000,000; got 1e+300"),
     ],
 )
 def test_refusals(line: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
