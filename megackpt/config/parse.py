@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from megackpt.config.errors import UsageError
+from megackpt.config.flag import Value
 from megackpt.config.flags import BY_KEY
 from megackpt.config.from_checkpoint import with_checkpoint
 from megackpt.config.help import help_text
@@ -53,7 +54,7 @@ def parse_all(argv: Sequence[str], env: Mapping[str, str], world_size: int) -> P
         values, overruled = with_checkpoint(values)
         ignored = [*ignored, *overruled]
     config = RunConfig(**sections(values, world_size))  # type: ignore[arg-type]
-    notices = (*ignored, *_notices(sources), *_about(config))
+    notices = (*ignored, *_notices(sources), *_about(config), *_idle(values, config))
     return Parsed(config, notices, bool(values.get("print-config")))
 
 
@@ -112,6 +113,28 @@ def _notices(sources: Sequence[Source]) -> list[str]:
     notices = [f"warning: {BY_KEY[key].warning}" for key in given if BY_KEY[key].warning]
     if accepted:
         notices.append(f"accepted, no effect here: {', '.join(accepted)}")
+    return notices
+
+
+_DYNAMIC = ("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
+_OF_ADAM = ("adam-beta1", "adam-beta2", "adam-eps")
+
+
+def _idle(values: Mapping[str, Value], config: RunConfig) -> list[str]:
+    """Flags that were given and that nothing reads, as launch scripts are full of them."""
+    fp16, fixed = config.precision.params_dtype == "fp16", config.precision.loss_scale is not None
+    optimizer = config.optimizer.optimizer
+    reasons = (
+        (_DYNAMIC, not fp16, "no loss scale changes without --fp16"),
+        (_DYNAMIC, fp16 and fixed, "--loss-scale is a fixed one"),
+        (_OF_ADAM, optimizer != "adam", f"--optimizer is {optimizer}"),
+        (("sgd-momentum",), optimizer != "sgd", f"--optimizer is {optimizer}"),
+    )
+    notices = []
+    for keys, idle, why in reasons:
+        given = ", ".join(f"--{key}" for key in keys if key in values)
+        if idle and given:
+            notices.append(f"no effect here: {given} ({why})")
     return notices
 
 

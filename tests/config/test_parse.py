@@ -214,6 +214,22 @@ def test_accepted_flags_make_one_line() -> None:
     assert parsed(line).config == run()
 
 
+@pytest.mark.parametrize(
+    ("line", "notice"),
+    [
+        ("--bf16 --initial-loss-scale 64 --hysteresis 3", "--initial-loss-scale, --hysteresis (no loss scale changes"),
+        ("--loss-scale-window 10", "--loss-scale-window (no loss scale changes without --fp16)"),
+        ("--fp16 --loss-scale 128 --min-loss-scale 2", "--min-loss-scale (--loss-scale is a fixed one)"),
+        ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 (--optimizer is sgd)"),
+        ("--sgd-momentum 0.5", "--sgd-momentum (--optimizer is adam)"),
+    ],
+)
+def test_flags_that_nothing_reads_are_named(line: str, notice: str) -> None:
+    (said,) = parsed(line).notices
+    assert said.startswith(f"no effect here: {notice}")
+    assert parsed("--fp16 --hysteresis 3 --adam-beta1 0.8").notices == ()
+
+
 def test_ignore_unsupported_warns_instead(tmp_path: Path) -> None:
     result = parsed("--use-torch-fsdp2 --padded-vocab-size 512 --num-experts 8 --ignore-unsupported")
     assert result.config == run()
