@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import pytest
+
+from megackpt.config.errors import UsageError
 from megackpt.config.parse import Parsed, parse_all
 from megackpt.config.run import RunConfig
 
@@ -34,3 +39,19 @@ def parsed(line: str = "", *, drop: str = "", world_size: int = 1, args: str | N
 def run(line: str = "", *, drop: str = "", world_size: int = 1, args: str | None = None) -> RunConfig:
     """Like ``parsed``, the run alone."""
     return parsed(line, drop=drop, world_size=world_size, args=args).config
+
+
+Refusal = tuple[str, str, int, str]
+"""Flags of T0 left out, flags added, processes, the message."""
+
+
+def check_refused(case: Refusal) -> None:
+    drop, line, world_size, message = case
+    with pytest.raises(UsageError) as caught:
+        run(line, drop=drop, world_size=world_size)
+    assert str(caught.value) == message
+
+
+def ids_of(table: Sequence[Refusal]) -> list[str]:
+    """The line that a refusal is about."""
+    return [line or drop for drop, line, _, _ in table]
