@@ -57,7 +57,7 @@ def calibrate(device: str, nproc: int, tell: Tell) -> Machine:
         operation = _operation(probe) if device == "cpu" else 0.0
         if operation:
             tell(Figure("one operation", f"{operation * 1e6:.1f} us", HOW["op_seconds"]))
-    ranks = measure_together(device, nproc) if nproc > 1 else Together(line, 0.0, line, 0.0, 0.0, 0.0, ())
+    ranks = measure_together(device, nproc) if nproc > 1 else Together(line, 0.0, line, 0.0, 0.0, ())
     if nproc > 1:
         _tell_ranks(ranks, nproc, tell)
     memory = probe.memory_bytes()
@@ -82,7 +82,6 @@ def calibrate(device: str, nproc: int, tell: Tell) -> Machine:
         op_seconds=operation,
         shared_rates=ranks.rates,
         overheads=Overheads(
-            message_s=ranks.message_s,
             message_byte_s=ranks.message_byte_s,
             message_latency_s=ranks.message_latency_s,
         ),
@@ -99,11 +98,11 @@ HOW = {
     "host_bytes_per_s": f"copy of {LINE_BYTES // MIB} MiB between host and device, the slower direction",
     "tp_bytes_per_s": "all-reduce of 4 MiB less its latency, bus bandwidth",
     "node_bytes_per_s": "message of 4 MiB between two ranks of this host; measure another host apart",
-    "latency_s": "all-reduce of 8 bytes; on a CPU what it adds to work before it, the mean",
+    "latency_s": "all-reduce of 8 bytes; on a CPU what it adds to work before it",
     "op_seconds": "host time per dispatched operation of a small layer, forward and backward",
     "shared_rates": "products and gelu at once on 1, 2, ... ranks: share of the cores x slowdown in processor time",
     "kernels": "processor seconds of every kind of step of small models of ours, fitted over three sizes",
-    "overheads": "small training steps less their layers; messages: processor time of both ends, swapped between work",
+    "overheads": "small training steps less their layers, alone and on two stages; bytes of messages: swaps of 4 MiB",
     "cores": "cores of the host over the ranks",
 }
 ALONE = "not measured with one rank: the memory's, without latency"
@@ -114,8 +113,7 @@ def _tell_ranks(ranks: Together, nproc: int, tell: Tell) -> None:
     tell(Figure(f"collective of {nproc}", f"{ranks.collective_bytes_per_s / 1e9:.2f} GB/s", HOW["tp_bytes_per_s"]))
     tell(Figure("its latency", f"{ranks.latency_s * 1e6:.0f} us", HOW["latency_s"]))
     tell(Figure("message", f"{ranks.message_bytes_per_s / 1e9:.2f} GB/s", HOW["node_bytes_per_s"]))
-    ends = f"{ranks.message_latency_s * 1e6:.0f} us, {ranks.message_s * 1e6:.0f} us of each end"
-    tell(Figure("its latency", ends, "message of 8 bytes, lower quartile; processor time"))
+    tell(Figure("its latency", f"{ranks.message_latency_s * 1e6:.0f} us", "message of 8 bytes, lower quartile"))
     rates = " ".join(f"{rate:.0%}" for rate in ranks.rates)
     tell(Figure("speed with 1, 2, ... ranks", rates, HOW["shared_rates"]))
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,21 +39,25 @@ class Together:
     latency_s: float  # of a collective
     message_bytes_per_s: float
     message_latency_s: float
-    message_s: float  # of the processor of each end, whatever the size
-    message_byte_s: float
+    message_byte_s: float  # of the processor of each end
     rates: tuple[float, ...]  # speed of each with 1, 2, ... ranks at work, relative to one alone
 
 
 def measure_together(device: str, nproc: int) -> Together:
     """Start `nproc` ranks (two or more) on `device`, let them measure, end them.  RuntimeError if one fails."""
-    context = multiprocessing.get_context("spawn")
     started = nproc * (CROWD if device == "cpu" else 1)
+    result: Together = run_ranks(_rank, started, (nproc, started, device))
+    return result
+
+
+def run_ranks(target: Callable[..., None], count: int, args: tuple[Any, ...]) -> Any:
+    """Start `target(rank, *args, meet, answer)` in `count` processes, end them when one has sent its answer (`meet`: a
+    file that does not exist yet, to meet through).  RuntimeError if one fails before."""
+    context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="megackpt-calibrate-") as folder:
         here, there = context.Pipe(duplex=False)
-        ranks = [
-            context.Process(target=_rank, args=(rank, nproc, started, device, Path(folder, "meet"), there), daemon=True)
-            for rank in range(started)
-        ]
+        meet = Path(folder, "meet")
+        ranks = [context.Process(target=target, args=(r, *args, meet, there), daemon=True) for r in range(count)]
         for process in ranks:
             process.start()
         try:
@@ -66,7 +71,7 @@ def measure_together(device: str, nproc: int) -> Together:
                 process.join()
 
 
-def _result(here: Connection, ranks: Sequence[multiprocessing.process.BaseProcess]) -> Together:
+def _result(here: Connection, ranks: Sequence[multiprocessing.process.BaseProcess]) -> Any:
     end = time.monotonic() + TIMEOUT_S
     while not here.poll(0.2):
         if time.monotonic() > end:
@@ -74,8 +79,7 @@ def _result(here: Connection, ranks: Sequence[multiprocessing.process.BaseProces
         failed = [index for index, process in enumerate(ranks) if process.exitcode not in (None, 0)]
         if failed:
             raise RuntimeError(f"rank {failed[0]} of {len(ranks)} ended with code {ranks[failed[0]].exitcode}")
-    result: Together = here.recv()
-    return result
+    return here.recv()
 
 
 # -- in a rank -------------------------------------------------------------------------------------------------------
@@ -116,8 +120,7 @@ def _exchanges(rank: int, size: int, group: dist.ProcessGroup | None, where: tor
         busy,
         BYTES / max(message - small, message / 2),
         small,
-        fixed / 2,  # a swap sends one and receives one
-        max(0.0, more - fixed) / 2 / BYTES,
+        max(0.0, more - fixed) / 2 / BYTES,  # a swap sends one and receives one
         (),
     )
 
@@ -143,8 +146,7 @@ class _Work:
             self.left @ self.right
 
     def beside(self, exchange: Callable[[], object]) -> _Beside:
-        """The mean of wall time, as all exchanges of a step count, but for a tenth at either end; the median of the
-        processor's."""
+        """Medians of so many exchanges, each between work."""
         walls, processors = [], []
         for _ in range(BETWEEN):
             marks = [(time.perf_counter(), time.process_time())]
@@ -158,12 +160,7 @@ class _Work:
             (w0, p0), (w1, p1), (w2, p2) = marks
             walls.append((w2 - w1) - (w1 - w0))
             processors.append((p2 - p1) - (p1 - p0))
-        return _Beside(max(0.0, _trimmed(walls)), max(0.0, statistics.median(processors)))
-
-
-def _trimmed(values: Sequence[float]) -> float:
-    cut = len(values) // 10
-    return statistics.mean(sorted(values)[cut : len(values) - cut])
+        return _Beside(max(0.0, statistics.median(walls)), max(0.0, statistics.median(processors)))
 
 
 def _seconds(work: Callable[[], object], count: int, where: torch.device) -> float:

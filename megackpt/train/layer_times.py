@@ -32,10 +32,12 @@ from megackpt.train.build import Trainer
 
 Flags = dict[str, object]
 
+# The first has rows that fill no vector and heads of 12; vocabularies are padded, as they mostly are.
 SIZES: tuple[Flags, ...] = (
-    {"hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 256, "seq-length": 32, "vocab-size": 384},
-    {"hidden-size": 192, "num-attention-heads": 6, "ffn-hidden-size": 640, "seq-length": 96, "vocab-size": 1536},
-    {"hidden-size": 512, "num-attention-heads": 8, "ffn-hidden-size": 1536, "seq-length": 192, "vocab-size": 4096},
+    {"hidden-size": 72, "num-attention-heads": 6, "ffn-hidden-size": 250, "seq-length": 36, "vocab-size": 381},
+    {"hidden-size": 64, "num-attention-heads": 4, "ffn-hidden-size": 256, "seq-length": 32, "vocab-size": 635},
+    {"hidden-size": 192, "num-attention-heads": 6, "ffn-hidden-size": 640, "seq-length": 96, "vocab-size": 1501},
+    {"hidden-size": 512, "num-attention-heads": 8, "ffn-hidden-size": 1536, "seq-length": 192, "vocab-size": 4093},
 )
 KINDS_OF_MODEL: tuple[Flags, ...] = (
     {},
@@ -47,13 +49,14 @@ KINDS_OF_MODEL: tuple[Flags, ...] = (
 LAYERS = 2
 RUN_S = 0.5  # of each model, at least LEAST steps
 LEAST = 4
+FIRST = 2  # that do not count
 CLOCK_S = 1e-9  # no clock tells less
 
 
 def flags_of(size: Mapping[str, object], kind: Mapping[str, object]) -> Flags:
     """A run of one process."""
     return {
-        "num-layers": LAYERS, "max-position-embeddings": size["seq-length"], "make-vocab-size-divisible-by": 1,
+        "num-layers": LAYERS, "max-position-embeddings": size["seq-length"],
         "hidden-dropout": 0.0, "attention-dropout": 0.0, "micro-batch-size": 2, "global-batch-size": 2,
         "mock-data": True, "num-workers": 0, "lr": 1e-4, "lr-decay-style": "constant", "train-iters": 1000,
         "eval-iters": 0, "device": "cpu",
@@ -126,26 +129,39 @@ def profile_of(config: RunConfig, vocab: int) -> Profile:
     return profile(model_numbers(config, vocab), layout_numbers(config, split_of(config), "cpu"))
 
 
-def watched(trainer: Trainer, seconds: float | None = None) -> Watch:
-    """The steps of a micro-batch, forward and backward, again and again; the first two times do not count."""
-    config, (chunk,) = trainer.config, trainer.chunks
-    shape = (config.batch.micro_batch_size, config.model.seq_length)
-    tokens, mask = torch.randint(trainer.vocab, shape), torch.ones(shape)
-    watch, count, end = Watch(), 0, 0.0
-    while count < LEAST + 2 or time.perf_counter() < end:
-        if count == 2:
-            watch = Watch()
-            end = time.perf_counter() + (RUN_S if seconds is None else seconds)
-        with Tape(ChunkPlan(), trainer.ledger, observer=watch):
-            total, _ = masked_loss(chunk(tokens, tokens), mask)
-            watch.run_backward(total)
+class Watched:
+    """A model of one rank, and what its steps took."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        config, (self.chunk,) = trainer.config, trainer.chunks
+        shape = (config.batch.micro_batch_size, config.model.seq_length)
+        self.tokens, self.mask = torch.randint(trainer.vocab, shape), torch.ones(shape)
+        self.ledger, self.watch = trainer.ledger, Watch()
+
+    def run(self) -> None:
+        """One micro-batch, forward and backward."""
+        with Tape(ChunkPlan(), self.ledger, observer=self.watch):
+            total, _ = masked_loss(self.chunk(self.tokens, self.tokens), self.mask)
+            self.watch.run_backward(total)
+
+
+def watched(trainer: Trainer) -> Watch:
+    """What the steps took in RUN_S, and at least LEAST times."""
+    seen = Watched(trainer)
+    for _ in range(FIRST):
+        seen.run()
+    seen.watch, end, count = Watch(), time.perf_counter() + RUN_S, 0
+    while count < LEAST or time.perf_counter() < end:
+        seen.run()
         count += 1
-    return watch
+    return seen.watch
 
 
 def typical(seconds: Sequence[float]) -> float:
-    """The lower quartile: what others do on the host meanwhile only ever adds."""
-    return statistics.quantiles(seconds, n=4)[0]
+    """The mean of the middle half: what parts take then adds up to what the whole takes, which medians do not, and what
+    others do on the host hardly counts."""
+    cut = len(seconds) // 4
+    return statistics.mean(sorted(seconds)[cut : len(seconds) - cut])
 
 
 def fitted(rows: Sequence[Seen]) -> Pace:

@@ -18,6 +18,7 @@ from megackpt.plan.accelerators import MACHINES, Machine, machine_named
 from megackpt.plan.evaluate import Evaluator
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.operations import operations
+from megackpt.plan.paces import Overheads
 from megackpt.plan.policies import Policy, plan_for
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.simulate import Cost, Order
@@ -34,7 +35,7 @@ def test_a_measured_machine_is_planned_with(tmp_path: Path, capsys: pytest.Captu
     path = tmp_path / "here.json"
     together = calibrate_ranks.measure_together("cpu", 2)
     assert together.latency_s > 0 and together.collective_bytes_per_s > 0 and together.message_bytes_per_s > 0
-    assert together.message_latency_s > 0 and together.message_s >= 0 and together.message_byte_s >= 0
+    assert together.message_latency_s > 0 and together.message_byte_s >= 0
     assert together.rates[0] == 1.0 and len(together.rates) == 4 and all(0 < rate <= 1 for rate in together.rates)
     cores = len(os.sched_getaffinity(0))
     assert all(rate <= min(1.0, cores / busy) for busy, rate in enumerate(together.rates, 1))
@@ -47,10 +48,8 @@ def test_a_measured_machine_is_planned_with(tmp_path: Path, capsys: pytest.Captu
     machine = machine_named(str(path))
     assert machine.name == "here" and machine.shared_rates == together.rates
     assert machine.latency_s == together.latency_s and machine.op_seconds > 0
-    assert vars(machine.overheads) | {
-        "message_s": together.message_s, "message_byte_s": together.message_byte_s,
-        "message_latency_s": together.message_latency_s,
-    } == vars(machine.overheads)
+    byte_s, latency_s = together.message_byte_s, together.message_latency_s
+    assert machine.overheads == Overheads(message_byte_s=byte_s, message_latency_s=latency_s)
     measured = {name for name in Machine.__dataclass_fields__ if name.endswith(("_s", "_fraction", "_rates", "flops"))}
     assert measured | {"op_seconds", "memory_bytes", "cores", "kernels", "overheads"} == set(machine.sources)
     assert main([*RUN.split(), "--machine", str(path)]) == 0

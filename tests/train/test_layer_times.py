@@ -51,19 +51,22 @@ def test_small_errors_count_as_shares() -> None:
 def _measured(rank: int, world_size: int, machine: Machine) -> tuple[Machine, list[str]]:
     told: list[Figure] = []
     with mock.patch.object(layer_times, "SIZES", TINY), mock.patch.object(host_times, "SIZES", TINY), \
-            mock.patch.object(layer_times, "RUN_S", 0.0), mock.patch.object(host_times, "STEPS", 2):
+            mock.patch.object(layer_times, "RUN_S", 0.0), mock.patch.object(host_times, "STEPS", 2), \
+            mock.patch.object(host_times, "run_ranks", lambda target, count, args: 1.0):
         made = host_times.with_layers(machine, told.append)
     return made, [figure.name for figure in told]
 
 
 def test_every_kind_of_step_is_measured() -> None:
     """A step that is the roofline's alone would be priced as if the host did nothing."""
-    messages: dict[str, Any] = {"message_s": 3e-4, "message_byte_s": 2e-10, "message_latency_s": 5e-4}
+    messages: dict[str, Any] = {"message_byte_s": 2e-10, "message_latency_s": 5e-4}
     machine = replace(MACHINES["cpu"], overheads=Overheads(**messages))
     ((made, told),) = run_distributed(_measured, 1, machine)
     assert set(made.kernels) == KINDS
     assert all(any(vars(pace).values()) for k in made.kernels.values() for pace in (k.forward, k.backward))
     assert {name: getattr(made.overheads, name) for name in messages} == messages
+    host = made.overheads
+    assert host.message_s == pytest.approx((1.0 - host.batch_s - 2 * host.action_s) / 4, abs=0.1)
     assert made.overheads.batch_s > 0 and made.overheads.parameter_s >= 0
     assert replace(made, kernels={}, overheads=machine.overheads) == machine
-    assert told == ["kernels", "products in layers", "an action", "a replay", "end of a step"]
+    assert told == ["kernels", "products in layers", "an action", "a replay", "end of a step", "a message"]
