@@ -69,27 +69,29 @@ def _contents(fn: FunctionType) -> list[Any]:
 
 
 def training_norms(fn: Callable[..., Any], given: Sequence[Module] = ()) -> list[_NormBase]:
-    """Normalisation modules among those ``fn`` calls, or is ``given``, that would update statistics now."""
+    """Normalisation modules among those ``fn`` calls, or is ``given``, that would update statistics now.  Every replay
+    asks, so what has none is quick to say so."""
     found: list[_NormBase] = []
-    walked: list[Module] = []
-    if type(fn) is Span and fn.pure:
-        return found
-    for function in fn.functions() if type(fn) is Span else (fn, *given):
-        if isinstance(function, Module):
-            modules: Iterable[Module] = (function,)
-        elif type(function) is MethodType and isinstance(function.__self__, Module):
-            modules = (function.__self__,)
-        elif type(function) is FunctionType and not (
-            function.__closure__ or function.__defaults__ or function.__kwdefaults__
-        ):
-            modules = _named_globals(function)
-        else:
-            modules = modules_called(function)
-        for module in modules:
-            if module not in walked:
-                walked.append(module)
-                _collect(module, found)
+    if type(fn) is Span:
+        for function in () if fn.pure else fn.functions():
+            _add_norms(function, found)
+    else:
+        _add_norms(fn, found)
+    for module in given:
+        _collect(module, found)
     return found
+
+
+def _add_norms(fn: Any, found: list[_NormBase]) -> None:
+    kind = type(fn)
+    if kind is MethodType and isinstance(fn.__self__, Module):
+        _collect(fn.__self__, found)
+    elif kind is FunctionType and not (fn.__closure__ or fn.__defaults__ or fn.__kwdefaults__):
+        for module in _named_globals(fn):
+            _collect(module, found)
+    else:
+        for module in modules_called(fn):
+            _collect(module, found)
 
 
 def _collect(module: Module, found: list[_NormBase]) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megackpt.recompute import nested
-from megackpt.recompute.handle import Box, Cell, Kept, Tag, is_itself_parameter, version_of
+from megackpt.recompute.handle import Box, Cell, Kept, Tag, geometry_of, is_itself_parameter, seen_as, version_of
 from megackpt.recompute.producer import Producer
 
 Autocast = list[tuple[str, torch.dtype]]
@@ -29,7 +29,7 @@ class Reading:
         self.version = version_of(tensor)
         self.cell: Cell = tag.cell()
         self.box: Box | None = self.cell.open()
-        self.geometry = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        self.geometry = geometry_of(tensor)
 
     def missing(self) -> Producer | None:
         """Who must go before this can be given, if anybody."""
@@ -42,7 +42,7 @@ class Reading:
         lane = self.cell.producer.lane
         if lane is not None:
             lane.join(self.box.value)
-        return self.box.value.as_strided(*self.geometry)
+        return seen_as(self.box.value, self.geometry)
 
 
 class TwoPhase:

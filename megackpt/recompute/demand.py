@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megackpt.recompute.context import state
-from megackpt.recompute.handle import Internal, Kept, ReplayError, View, changed, live_tag
+from megackpt.recompute.handle import Internal, Kept, ReplayError, View, changed, live_tag, seen_as
 from megackpt.recompute.producer import Producer
 
 _task_of_this_backward = torch._C._current_graph_task_id
@@ -90,7 +90,11 @@ def resolve(handle: Kept | Internal | View) -> Tensor:
     while type(handle) is Internal:
         record = handle.record
         if handle.value is None:
-            if record.reads and record.missing():
+            missing = record.missing() if record.reads else ()
+            if len(missing) == 1 and not missing[0].missing():  # mostly: no list of work for that
+                _rebuild(missing[0])
+                missing = ()
+            if missing:
                 demand(record)
             else:
                 _rebuild(record)
@@ -119,4 +123,4 @@ def resolve(handle: Kept | Internal | View) -> Tensor:
     lane = box.cell.producer.lane
     if lane is not None:
         lane.join(base)
-    return handle.over(base)
+    return seen_as(base, handle.geometry)

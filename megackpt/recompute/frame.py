@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megackpt.plan import KEEP, REPLAY, Decision
+from megackpt.recompute.call import Reading
 from megackpt.recompute.context import Ambient
 from megackpt.recompute.handle import (
     MARK,
@@ -19,11 +20,14 @@ from megackpt.recompute.handle import (
     Kept,
     Tag,
     View,
+    geometry_of,
     is_mask,
     is_parameter,
     live_tag,
     storage_key,
+    version_of,
 )
+from megackpt.recompute.span import Tail
 
 if TYPE_CHECKING:
     from megackpt.recompute.replay import Record
@@ -31,7 +35,7 @@ if TYPE_CHECKING:
 
 Handle = Kept | Internal | View
 _UNKNOWN: frozenset[int] = frozenset()  # stands for a set that is made when first asked for
-_NONE: Mapping[int, Kept] = MappingProxyType({})
+_NONE: Mapping[int, Kept | Reading] = MappingProxyType({})
 _Stored = dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]]
 
 
@@ -45,7 +49,7 @@ class ForwardFrame:
 
     __slots__ = (
         "tape", "where", "decision", "record", "count", "parent", "outer", "inputs", "input_storages", "arguments",
-        "last", "held", "stored", "drops",
+        "last", "held", "stored", "drops", "given", "given_version", "start", "tail",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, where: str, decision: Decision, inputs: Sequence[Any], now: Ambient) -> None:
@@ -57,10 +61,13 @@ class ForwardFrame:
         self.count = 0
         self.inputs = inputs
         self.input_storages: Set[int] = _UNKNOWN
-        self.arguments: Mapping[int, Kept] = _NONE  # by identity of the tensor, of a dropped step
+        self.arguments: Mapping[int, Kept | Reading] = _NONE  # by identity of the tensor, of a dropped step
         self.last: Tensor | None = None  # saved
         self.held: set[int] | None = None  # storages that stay on the device for a kept internal
         self.stored: _Stored | None = None  # internals that wait in a tier
+        self.start = -1  # in a span, how much was saved before the step that runs
+        self.given: Tensor | None = None  # to that step
+        self.tail: Tail | None = None
         parent = now.frame
         if parent is not None and parent.replaying:
             self.parent, self.outer = parent, None  # what a replay makes is nobody else's to save
@@ -70,6 +77,11 @@ class ForwardFrame:
     @property
     def replaying(self) -> bool:
         return self.parent is not None
+
+    def enter(self, where: str, given: Tensor | None) -> None:
+        """The next step of a span begins."""
+        self.where, self.given, self.start = where, given, self.count
+        self.given_version = -1 if given is None else version_of(given)
 
     def still_wanted(self, packs: int) -> bool:
         return self.parent is None or self.parent.still_wanted(packs)
@@ -81,7 +93,7 @@ class ForwardFrame:
 
     def close(self) -> None:
         """The step has ended."""
-        self.record = self.drops = self.parent = self.outer = self.last = self.stored = None
+        self.record = self.drops = self.parent = self.outer = self.last = self.stored = self.given = None
         self.inputs, self.arguments = (), _NONE
         del self.tape
 
@@ -99,9 +111,12 @@ class ForwardFrame:
             argument = self.arguments.get(id(tensor))
             kind, base = type(tensor), tensor._base
             if argument is not None and argument.version == tensor._version:
-                handle = argument
-                if self.tape.counts and not argument.of_parameter:
-                    self.tape.note_kept(argument, self.where)
+                if isinstance(argument, Reading):
+                    handle = View(argument.cell.open(), argument.geometry)
+                else:
+                    handle = argument
+                    if self.tape.counts and not argument.of_parameter:
+                        self.tape.note_kept(argument, self.where)
             elif kind is Parameter or type(base) is Parameter:
                 handle = Kept(tensor, self.where)
             elif kind is Tensor and (base is None or type(base) is Tensor) and tensor.layout is torch.strided:
@@ -111,6 +126,8 @@ class ForwardFrame:
                 else:
                     handle = slot = Internal(record, self.where, self.count, tensor)
                     record.slots.append(weakref.ref(slot))
+                    if self.start >= 0:
+                        self._follow(tensor)
             else:
                 handle = self._handle(tensor)
         self.last = tensor
@@ -119,12 +136,21 @@ class ForwardFrame:
             self.parent.fill(tensor, handle)
         return handle
 
+    def _follow(self, tensor: Tensor) -> None:
+        """A step of a span saves an internal: is it what the step was given?"""
+        if self.tail is None or self.tail.where != self.where:
+            self.tail = Tail(self.where, self.start, [])
+        if tensor is self.given and tensor._version == self.given_version and self.tail.start >= 0:
+            self.tail.numbers.append(self.count)
+        else:
+            self.tail = Tail(self.where, -1, [])
+
     def _handle(self, tensor: Tensor) -> Handle:
         if is_parameter(tensor):
             return Kept(tensor, self.where)
         tag = live_tag(tensor)
         if tag is not None:
-            return View(tag.cell().open(), tensor)
+            return View(tag.cell().open(), geometry_of(tensor))
         decision = self.decision
         internals = decision.internals
         if internals != KEEP and not self.is_input(tensor) and not (decision.masks == KEEP and is_mask(tensor)):
@@ -146,6 +172,8 @@ class ForwardFrame:
         assert record is not None
         slot = Internal(record, self.where, self.count, tensor)
         record.slots.append(weakref.ref(slot))
+        if self.start >= 0:
+            self._follow(tensor)
         if record.watch is not None:
             record.watch.saved(self.count, tensor)
         return slot
@@ -160,4 +188,4 @@ class ForwardFrame:
             producer = self.tape.store(self.decision.internals, self.where, tensor)
             tag = Tag(producer, 0, tensor)
             self.stored[storage._cdata] = (weakref.ref(storage), tag)
-        return View(tag.cell().open(), tensor)
+        return View(tag.cell().open(), geometry_of(tensor))

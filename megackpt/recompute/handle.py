@@ -174,19 +174,27 @@ class Box:
         self.value: Tensor | None = None
 
 
+Geometry = tuple[torch.Size, tuple[int, ...], int]
+
+
+def geometry_of(tensor: Tensor) -> Geometry:
+    """How a tensor sees its storage."""
+    return tensor.shape, tensor.stride(), tensor.storage_offset()  # type: ignore[return-value]
+
+
+def seen_as(base: Tensor, geometry: Geometry) -> Tensor:
+    """The storage of ``base`` seen so: mostly as ``base`` itself sees it."""
+    return base if geometry_of(base) == geometry else base.as_strided(*geometry)
+
+
 class View:
     """A dropped output as its consumer saw it."""
 
-    __slots__ = ("box", "size", "stride", "offset", "__weakref__")
+    __slots__ = ("box", "geometry", "__weakref__")
 
-    def __init__(self, box: Box, tensor: Tensor) -> None:
+    def __init__(self, box: Box, geometry: Geometry) -> None:
         self.box = box
-        self.size = tensor.size()
-        self.stride = tensor.stride()
-        self.offset = tensor.storage_offset()
-
-    def over(self, base: Tensor) -> Tensor:
-        return base.as_strided(self.size, self.stride, self.offset)
+        self.geometry = geometry
 
 
 class Tag:
@@ -202,7 +210,10 @@ class Tag:
         self.producer: Producer | None = producer  # None once the tape has ended
         self.index = index
         self.dtype = tensor.dtype
-        self.version = version_of(tensor)
+        try:
+            self.version = tensor._version
+        except RuntimeError:  # an inference tensor
+            self.version = -1
 
     def fits(self, tensor: Tensor) -> bool:
         """Whether ``tensor``, over the same storage, is seen as it was: not changed, not through another type."""
@@ -213,10 +224,6 @@ class Tag:
     def cell(self) -> Cell:
         assert self.producer is not None
         return self.producer.cell(self.index)
-
-
-def write_tag(tensor: Tensor, tag: Tag) -> None:
-    setattr(tensor.untyped_storage(), MARK, tag)
 
 
 def mark_mask(tensor: Tensor) -> None:

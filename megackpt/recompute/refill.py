@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from megackpt.recompute.call import tensors_of
-from megackpt.recompute.handle import Internal, Kept, Meta, ReplayError, View, meta_of
-from megackpt.recompute.span import Span
+from megackpt.recompute.handle import Box, Internal, Kept, Meta, ReplayError, View, meta_of
+from megackpt.recompute.span import Span, Tail
 
 if TYPE_CHECKING:
     from megackpt.recompute.replay import Record
@@ -26,8 +27,8 @@ class Unsure(BaseException):
 
 
 class Collector:
-    """A replay that runs to its end, and of which all that can be wanted is: what autograd saves is collected by the
-    list's own append, a hook without a Python frame, and put into its slots at the end.
+    """A replay that runs to its end, with all that it saves wanted: what autograd saves is collected by the list's own
+    append, a hook without a Python frame, and put into its slots at the end.
 
     So it sees no version until then.  One that is not the forward's means that the step wrote into what it had saved,
     or that a dispatch mode was on, under which collectives move no version: :class:`ReplayFrame` can tell."""
@@ -41,6 +42,9 @@ class Collector:
         self.where = record.where  # in a span, that of the step which runs
         self.saved: list[Any] = []
 
+    def enter(self, where: str, given: Tensor | None) -> None:
+        self.where = where
+
     def still_wanted(self, packs: int) -> bool:
         return True
 
@@ -48,13 +52,13 @@ class Collector:
         """An inner step saved a tensor and made a handle of it."""
         self.saved.append(handle)
 
-    def finish(self, slots: dict[int, Internal]) -> None:
-        """The step has run to its end."""
+    def finish(self, slots: dict[int, Internal], boxes: Mapping[int, Box], tail: Tail | None, result: Any) -> None:
+        """The step has run to its end, or to its tail, which is given the ``result``."""
         saved, record = self.saved, self.record
-        if len(saved) != record.packs:
+        if len(saved) != (record.packs if tail is None else tail.start):
             raise _miscounted(record, len(saved))
         for number, slot in slots.items():
-            value = saved[number]
+            value = result if tail is not None and number >= tail.start else saved[number]
             if isinstance(value, Tensor):
                 if (value.shape, value.dtype, value.device) != slot.meta:
                     raise _unlike(slot.where, "saved tensor", number, meta_of(value), slot.meta)
@@ -62,6 +66,8 @@ class Collector:
                     raise Unsure
                 value = value.detach()  # without the graph that this replay builds
             slot.value = value
+        if boxes:
+            _fill_boxes(record, boxes, result)
 
 
 class ReplayFrame:
@@ -70,12 +76,12 @@ class ReplayFrame:
     __slots__ = ("record", "where", "count", "slots", "last", "boxes", "stop_at", "watched", "differentiates")
     replaying = True
 
-    def __init__(self, record: Record, slots: dict[int, Internal]) -> None:
+    def __init__(self, record: Record, slots: dict[int, Internal], boxes: Mapping[int, Box]) -> None:
         self.record = record
         self.where = record.where  # in a span, that of the step which runs
         self.count = 0
         self.slots = slots
-        self.boxes = None if record.cells is None else record.wanted_boxes()
+        self.boxes = boxes
         self.watched = record.watch is not None
         self.differentiates = record.differentiates
         self.last = last = next(reversed(slots)) if slots else -1  # they are in order
@@ -84,6 +90,9 @@ class ReplayFrame:
             self.stop_at = _NEVER
         elif record.watch is not None and not record.watch.early_stop:
             self.last = self.stop_at = _NEVER
+
+    def enter(self, where: str, given: Tensor | None) -> None:
+        self.where = where
 
     @property
     def stopped(self) -> bool:
@@ -121,20 +130,28 @@ class ReplayFrame:
         record = self.record
         if self.count != record.packs:
             raise _miscounted(record, self.count)
-        if not self.boxes:
-            return
-        outputs = tensors_of(result)
-        for index, box in self.boxes.items():
-            if index >= len(outputs):
-                raise ReplayError(f"replay of {record.where} returned {len(outputs)} tensors, its forward more")
-            self.check("output", index, outputs[index], record.outputs[index])
-            box.value = outputs[index].detach()
+        if self.boxes:
+            _fill_boxes(record, self.boxes, result)
 
     def check(self, what: str, number: int, tensor: Tensor, then: Meta) -> None:
         """Raises ReplayError if the tensor cannot stand for the one that the forward had."""
-        now, watch = meta_of(tensor), self.record.watch
-        if not (now == then if watch is None else watch.rebuilt(what, number, tensor, now, then)):
-            raise _unlike(self.where, what, number, now, then)
+        _check(self.record, self.where, what, number, tensor, then)
+
+
+def _fill_boxes(record: Record, boxes: Mapping[int, Box], result: Any) -> None:
+    """The dropped outputs of a step that has run to its end."""
+    outputs = tensors_of(result)
+    for index, box in boxes.items():
+        if index >= len(outputs):
+            raise ReplayError(f"replay of {record.where} returned {len(outputs)} tensors, its forward more")
+        _check(record, record.where, "output", index, outputs[index], record.outputs[index])
+        box.value = outputs[index].detach()
+
+
+def _check(record: Record, where: str, what: str, number: int, tensor: Tensor, then: Meta) -> None:
+    now, watch = meta_of(tensor), record.watch
+    if not (now == then if watch is None else watch.rebuilt(what, number, tensor, now, then)):
+        raise _unlike(where, what, number, now, then)
 
 
 def _miscounted(record: Record, count: int) -> ReplayError:

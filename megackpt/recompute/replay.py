@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +34,7 @@ from megackpt.recompute.demand import resolve
 from megackpt.recompute.frame import ForwardFrame
 from megackpt.recompute.handle import (
     MARK,
+    Box,
     Internal,
     Kept,
     Meta,
@@ -45,12 +48,14 @@ from megackpt.recompute.handle import (
 from megackpt.recompute.producer import Producer
 from megackpt.recompute.refill import Collector, ReplayFrame, Stop, Unsure
 from megackpt.recompute.rng import Source, positions, put_back
+from megackpt.recompute.span import Tail
 from megackpt.recompute.watch import Watch
 
 if TYPE_CHECKING:
     from megackpt.recompute.tape import Tape
 
 _NOTHING = nullcontext()
+_NONE: Mapping[int, Box] = MappingProxyType({})
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, torch._C._set_grad_enabled
 push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
@@ -61,7 +66,8 @@ class Record(Producer):
 
     __slots__ = (
         "tape", "fn", "args", "spec", "reads", "repeated", "rng", "sources", "modules", "autocast", "masks", "inner",
-        "watch", "packs", "slots", "outputs", "lasting", "differentiates", "ends_here", "launched",
+        "watch", "packs", "slots", "outputs", "lasting", "differentiates", "ends_here", "tail",
+        "runs_out", "closer", "launched",
     )  # fmt: skip
 
     def __init__(self, tape: Tape, where: str, fn: Callable[..., Any], masks: str, inner: int) -> None:
@@ -88,12 +94,15 @@ class Record(Producer):
         self.differentiates = False  # the step takes gradients itself, so its replay needs a graph that works
         # The last tensor saved is an internal, and after it comes nothing whose skipping is worth an exception.
         self.ends_here = False
+        self.tail: Tail | None = None
+        self.runs_out = False  # nothing is spared by an end before its own, or before its tail
+        self.closer = False  # somebody looks on, or its replay must be looked at more closely for another reason
         self.launched: Any = None  # what a two-phase step that was asked ahead needs to finish
 
     def hold(self, leaves: Sequence[Any], spec: nested.Spec | None, frame: ForwardFrame) -> None:
         """Remember the arguments, as `call.flatten` gives them, and let the frame of the forward know them."""
         outer, where, counts = frame.outer, self.where, self.tape.counts
-        arguments: dict[int, Kept] = {}
+        arguments: dict[int, Kept | Reading] = {}
         storages: set[int] = set()
         frame.record, frame.arguments, frame.input_storages = self, arguments, storages
         args = self.args
@@ -116,6 +125,7 @@ class Record(Producer):
                 reading = Reading(leaf, tag)
                 args.append(reading)
                 self.reads.append(reading)
+                arguments[id(leaf)] = reading
                 continue
             kept = Kept(leaf, where, outer)
             kept.needs_grad = leaf.requires_grad
@@ -188,7 +198,7 @@ class Record(Producer):
         try:
             self._run()
         except (_GraphWanted, Unsure) as closer:
-            self.differentiates, self.ends_here = isinstance(closer, _GraphWanted), False
+            self.differentiates, self.closer, self.ends_here = isinstance(closer, _GraphWanted), True, False
             try:
                 self._run()
             except _GraphWanted:
@@ -201,17 +211,21 @@ class Record(Producer):
     def _run(self) -> None:
         """Everything ambient is put back even when it fails: grad mode, hooks, random streams, replay context,
         running statistics."""
-        tape, watch, fn, slots = self.tape, self.watch, self.fn, self.wanted_slots()
+        tape, watch, slots = self.tape, self.watch, self.wanted_slots()
+        fn: Any = self.fn
         frame: ReplayFrame | Collector
-        all_wanted = len(slots) == len(self.slots) and self.cells is None
-        if self.ends_here and all_wanted and watch is None and not self.differentiates:
-            frame = Collector(self)
+        tail: Tail | None = None
+        boxes = _NONE if self.cells is None else self.wanted_boxes()
+        if not self.closer and (boxes or self.runs_out) and len(slots) == len(self.slots):
+            frame, tail = Collector(self), None if boxes else self.tail
             hook: Callable[[Tensor], Any] = frame.saved.append
         else:
-            frame = ReplayFrame(self, slots)
+            frame = ReplayFrame(self, slots, boxes)
             hook = frame.pack
         args, kwargs = given(self.args, self.spec, self.repeated)
         norms = training_norms(fn, self.modules)
+        if tail is not None:
+            fn = partial(fn.before, tail.where)
         if self.launched is not None:
             assert isinstance(fn, TwoPhase)
             fn, args, kwargs, self.launched = fn.finish, self.launched, {}, None
@@ -234,7 +248,7 @@ class Record(Producer):
                 with autocast_as(self.autocast or []):
                     result = fn(*args, **kwargs) if watch is None else watch.replay(fn, args, kwargs)
             if isinstance(frame, Collector):
-                frame.finish(slots)
+                frame.finish(slots, boxes, tail, result)
             elif frame.boxes or (frame.count != self.packs and not frame.stopped):  # a step may swallow a Stop
                 frame.finish(result)
             if watch is not None:

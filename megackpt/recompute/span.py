@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -74,9 +75,28 @@ class Span:
     def __call__(self, x: Tensor) -> Tensor:
         frame, y = state.now.frame, x
         for where, (_, fn) in zip(self.wheres, self.steps, strict=False):
-            frame.where = where  # what is saved, and what fails, is this step's
+            frame.enter(where, y)  # what is saved, and what fails, is this step's
             y = fn(y)
         if self.join is None:
             return y
-        frame.where = self.wheres[-1]
+        frame.enter(self.wheres[-1], None)
         return self.join(x, y)
+
+    def before(self, stop: str, x: Tensor) -> Tensor:
+        """Run the steps before ``stop``: what it is given."""
+        frame, y = state.now.frame, x
+        for where, (_, fn) in zip(self.wheres, self.steps, strict=False):
+            if where == stop:
+                break
+            frame.enter(where, y)
+            y = fn(y)
+        return y
+
+
+class Tail(NamedTuple):
+    """The last step of a span that saves an internal, where all that it saves so is what it is given: a product.  Its
+    replay needs no call of it."""
+
+    where: str
+    start: int  # tensors saved before it
+    numbers: list[int]  # of the internals it saves

@@ -9,6 +9,7 @@ so a linear layer that saves its input and weight is never re-run for them.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from megackpt.recompute.call import TwoPhase, flatten, tensors_of
 from megackpt.recompute.context import COUNTED, LIVE, MERGED, state
 from megackpt.recompute.demand import resolve
 from megackpt.recompute.frame import ForwardFrame
-from megackpt.recompute.handle import Tag, is_parameter, live_tag, meta_of, storage_key, write_tag
+from megackpt.recompute.handle import MARK, Tag, is_parameter, live_tag, meta_of, storage_key
 from megackpt.recompute.lanes import lane_of
 from megackpt.recompute.opaque import opaque
 from megackpt.recompute.replay import Record, pop_hooks, push_hooks
@@ -56,7 +57,8 @@ class Scope:
         if tape.observer is not None:
             return tape.observer(self.address, name, fn, args, kwargs)  # type: ignore[no-any-return]
         decision = tape.plan.save_set(self.address)[name]
-        if now.inner == COUNTED or not tape.live or _concerns_nobody(tape, decision, args, kwargs):
+        dropped = decision.output == REPLAY or decision.internals == REPLAY
+        if now.inner == COUNTED or not (dropped or (tape.live and _concerns_us(tape, decision, args, kwargs))):
             return _counted(decision.masks, fn, args, kwargs)
         where = f"{self.address} {name}" if self.address else name
         result: T = run_step(tape, where, decision, fn, args, kwargs)
@@ -131,17 +133,14 @@ def _kept(tape: Tape, cut: Cut, part: Sequence[Named], y: Tensor, counted: bool)
     return y
 
 
-def _concerns_nobody(tape: Tape, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether autograd may save for itself, without hooks: everything is kept, nobody counts, and no argument was
-    dropped."""
+def _concerns_us(tape: Tape, decision: Decision, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether autograd may not simply save for itself, without hooks: something is put elsewhere, somebody counts, or
+    an argument was dropped."""
     if not decision.keeps_all or tape.counts or kwargs:
-        return False
-    frame = state.now.frame
-    if type(frame) is ForwardFrame:  # in a replay it takes what autograd saves
-        return False
-    if not tape.dropped:
         return True
-    return all(live_tag(a) is None if isinstance(a, Tensor) else not nested.is_nested(a) for a in args)
+    if type(state.now.frame) is ForwardFrame:  # in a replay it takes what autograd saves
+        return True
+    return tape.dropped and any(live_tag(a) is not None if isinstance(a, Tensor) else nested.is_nested(a) for a in args)
 
 
 def _unseen(scope: Scope, name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -164,7 +163,10 @@ def step(name: str, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     ``fn`` must be a pure function of its arguments and of registered random streams: activations enter as
     arguments, not by closure, and are not modified.
     """
-    return Scope("")(name, fn, *args, **kwargs)
+    return _NOWHERE(name, fn, *args, **kwargs)
+
+
+_NOWHERE = Scope("")
 
 
 def chain(layers: Sequence[tuple[int, Callable[[Tensor], Tensor]]], x: Tensor) -> Tensor:
@@ -277,6 +279,9 @@ def run_step(
             record.ends_here = _ends_here(record, frame.last, result)
         else:
             _drop_outputs(frame, decision.output, result)
+        if frame.tail is not None and frame.tail.start >= 0:
+            record.tail = frame.tail
+        record.runs_out, record.closer = record.ends_here or record.tail is not None, watch is not None
         if tape.notes_records or isinstance(fn, TwoPhase):
             tape.note_record(record)
     finally:
@@ -331,22 +336,26 @@ def _ends_here(record: Record, last: Tensor | None, result: Any) -> bool:
 def _drop_outputs(frame: ForwardFrame, choice: str, result: Any) -> None:
     """Tag each storage that the step made with who rebuilds it.  One that belongs to an input or a parameter, or that
     a kept internal holds anyway, stays kept."""
+    tape, record = frame.tape, frame.record
     seen = set() if frame.held is None else set(frame.held)
     for index, tensor in enumerate((result,) if type(result) is Tensor else tensors_of(result)):
-        storage = storage_key(tensor)
-        if storage in seen or frame.is_input(tensor) or is_parameter(tensor) or tensor.layout is not torch.strided:
+        if tensor.layout is not torch.strided or frame.is_input(tensor) or is_parameter(tensor):
             continue
-        seen.add(storage)
+        storage = tensor.untyped_storage()
+        if storage._cdata in seen:
+            continue
+        seen.add(storage._cdata)
         if choice in TIERS:
-            tag = Tag(frame.tape.store(choice, frame.where, tensor), 0, tensor)
+            tag = Tag(tape.store(choice, frame.where, tensor), 0, tensor)
         else:
-            assert frame.record is not None
-            tag = Tag(frame.record, index, tensor)
-            frame.record.outputs[index] = meta_of(tensor)
-            if frame.record.watch is not None:
-                frame.record.watch.returned(index, tensor)
-        write_tag(tensor, tag)
-        frame.tape.note_tag(tag)
+            assert record is not None
+            tag = Tag(record, index, tensor)
+            record.outputs[index] = meta_of(tensor)
+            if record.watch is not None:
+                record.watch.returned(index, tensor)
+        setattr(storage, MARK, tag)
+        tape.dropped = True
+        tape.tags.append(weakref.ref(tag))
 
 
 def _refuse_transforms(where: str, args: tuple[Any, ...]) -> None:

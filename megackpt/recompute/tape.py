@@ -177,10 +177,6 @@ class Tape:
         """Who looks on while the step of ``record`` runs, besides ``watch``."""
         return Verifier(record, self.ledger, watch) if self.verify else watch
 
-    def note_tag(self, tag: Tag) -> None:
-        self.dropped = True
-        self.tags.append(weakref.ref(tag))
-
     def note_record(self, record: Record) -> None:
         if self.plan.ahead:
             self._rebuildable.append(weakref.ref(record))
