@@ -47,7 +47,7 @@ from megackpt.recompute.handle import (
 )
 from megackpt.recompute.producer import Producer
 from megackpt.recompute.refill import Collector, ReplayFrame, Stop, Unsure
-from megackpt.recompute.rng import Source, positions, put_back
+from megackpt.recompute.rng import Snapshot, Source, Sources, positions, put_back
 from megackpt.recompute.span import Tail
 from megackpt.recompute.watch import Watch
 
@@ -80,8 +80,8 @@ class Record(Producer):
         self.spec: nested.Spec | None = None  # how to nest them, if they were
         self.reads: list[Reading] = []  # the arguments that were dropped
         self.repeated = False  # one argument stands in several places
-        self.rng: tuple[object, ...] | None = None  # state before the step, only if the step drew
-        self.sources: list[tuple[Source, Any]] | None = None  # random ones among the arguments, and where they stood
+        self.rng: Snapshot | None = None  # state before the step, if the step may have drawn
+        self.sources: Sources | None = None  # random ones among the arguments, and where they stood
         self.modules: tuple[Module, ...] = ()  # those among the arguments
         self.autocast: Autocast | None = autocast_state() if autocast_is_on() else None
         self.masks = masks
@@ -113,7 +113,7 @@ class Record(Producer):
                 if isinstance(leaf, Module):
                     self.modules = (*self.modules, leaf)
                 elif isinstance(leaf, Source):
-                    self.sources = [*(self.sources or ()), *positions((leaf,))]
+                    self.sources = (*(self.sources or ()), *positions((leaf,)))
                 continue
             storage = leaf.untyped_storage() if leaf.layout is torch.strided else None
             storages.add(storage_key(leaf) if storage is None else storage._cdata)
@@ -230,18 +230,15 @@ class Record(Producer):
             assert isinstance(fn, TwoPhase)
             fn, args, kwargs, self.launched = fn.finish, self.launched, {}, None
         statistics = Statistics(norms) if norms else None
-        before = None if self.rng is None else tape.ledger.snapshot()
-        sources = None if self.sources is None else positions([source for source, _ in self.sources])
+        random = None if self.rng is None and self.sources is None else self._random_now()
         now, grad = state.now, _grad_enabled()
         ambient = now.tape, now.frame, now.masks, now.inner
         push_hooks(hook, resolve if self.differentiates else _no_unpack)  # first: it fails where hooks are forbidden
         now.tape, now.frame, now.masks, now.inner = tape, frame, self.masks, self.inner
         _set_grad_enabled(True)
         try:
-            if self.rng is not None:
-                tape.ledger.restore(self.rng)
-            if self.sources is not None:
-                put_back(self.sources)
+            if random is not None:
+                self._put_random(self.rng, self.sources)
             if watch is None and self.autocast is None and not autocast_is_on():
                 result = fn(*args, **kwargs)
             else:
@@ -264,14 +261,22 @@ class Record(Producer):
                 frame.saved.clear()  # autograd holds the list as its hook, the list what autograd made
             _set_grad_enabled(grad)
             now.tape, now.frame, now.masks, now.inner = ambient
-            if before is not None:
-                tape.ledger.restore(before)
-            if sources is not None:
-                put_back(sources)
+            if random is not None:
+                self._put_random(*random)
             if statistics is not None:
                 statistics.restore()
             if tape.tags:
                 tape.cut()  # inner steps tagged what this replay made
+
+    def _random_now(self) -> tuple[Snapshot | None, Sources | None]:
+        ledger = None if self.rng is None else self.tape.ledger.snapshot()
+        return ledger, None if self.sources is None else positions([source for source, _ in self.sources])
+
+    def _put_random(self, ledger: Snapshot | None, sources: Sources | None) -> None:
+        if ledger is not None:
+            self.tape.ledger.restore(ledger)
+        if sources is not None:
+            put_back(sources)
 
     def _failure(self, where: str, error: BaseException) -> ReplayError:
         # Made here and not in `_run`: a traceback holds its frames, so a local name for it there would be a cycle.

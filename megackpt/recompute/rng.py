@@ -73,14 +73,18 @@ def _default_generator(device: torch.device) -> torch.Generator:
 
 Source = torch.Generator | Stream
 """What random numbers are drawn from."""
+Sources = tuple[tuple[Source, Any], ...]
+"""Some of them, and where each stood."""
+Snapshot = tuple[Any, ...]
+"""The state of a whole ledger."""
 
 
-def positions(sources: Iterable[Source]) -> list[tuple[Source, Any]]:
+def positions(sources: Iterable[Source]) -> Sources:
     """Where each stands now, for :func:`put_back`."""
-    return [(s, s.position if isinstance(s, Stream) else s.get_state()) for s in sources]
+    return tuple((s, s.position if isinstance(s, Stream) else s.get_state()) for s in sources)
 
 
-def put_back(noted: Iterable[tuple[Source, Any]]) -> None:
+def put_back(noted: Sources) -> None:
     for source, position in noted:
         if isinstance(source, Stream):
             source.position = position
@@ -112,7 +116,7 @@ class RngLedger:
     def stream(self, name: str) -> Stream:
         return self._streams[name]
 
-    def snapshot(self) -> tuple[object, ...]:
+    def snapshot(self) -> Snapshot:
         """The state now, to be put back with :meth:`restore`.  Empty where there is none."""
         order = self._order
         positions: tuple[object, ...] = tuple([s.position for s in order]) if order else ()
@@ -124,7 +128,7 @@ class RngLedger:
             positions += (generator.initial_seed(), generator.get_offset())
         return (*positions, _CPU.get_state())
 
-    def drew_since(self, snapshot: tuple[object, ...]) -> bool:
+    def drew_since(self, snapshot: Snapshot) -> bool:
         """Whether numbers may have been drawn since ``snapshot``.  Of torch's generators that must be assumed: code
         that draws and puts the state back (``fork_rng``) leaves no trace in it."""
         if self._defaults:
@@ -134,7 +138,7 @@ class RngLedger:
                 return True
         return False
 
-    def restore(self, snapshot: tuple[Any, ...]) -> None:
+    def restore(self, snapshot: Snapshot) -> None:
         if self._order:
             for stream, position in zip(self._order, snapshot, strict=False):
                 stream.position = position
