@@ -133,59 +133,62 @@ class ChunkModel:
             return []
         return [unit for unit in self.plan.units_ahead(self.layers) if group_at(self.plan.groups, unit.start) is None]
 
-    def _backward_of(
-        self, clock: Clock, groups: Sequence[Group], layers: range, on_first_need: Callable[[Clock], None] | None = None
-    ) -> None:
-        """The layers in reverse; ``on_first_need`` belongs to the outer group whose replay they wait for."""
-        tops = _tops(groups, layers)
-        for members, group in reversed(tops):
+    def _backward_of(self, clock: Clock, groups: Sequence[Group], layers: range) -> None:
+        """The layers in reverse.  A group's replay waits for the first demand among its members; a tree of groups is
+        walked with a list, since one for a single slot is as deep as its chain is long."""
+        waiting = _tops(groups, layers)
+        due: list[Group] = []  # to be replayed at the next demand, the outermost first
+        while waiting:
+            members, group = waiting.pop()
             if group is None:
-                need, on_first_need = on_first_need, None
                 place = members.start
-                ahead = need is None and members in self._ahead()
-                span = self._backward(self._layer(place), need, held=self._top_is_held(place), ahead=ahead)
+                ahead = not due and members in self._ahead()
+                span = self._backward(self._layer(place), self._replay(due), held=self._top_is_held(place), ahead=ahead)
                 clock.run(span, f"layer {place}")
+                due = []
                 continue
-            need, on_first_need = on_first_need, None
-            self._group_backward(clock, group, members, need)
-
-    def _group_backward(
-        self, clock: Clock, group: Group, members: range, outer: Callable[[Clock], None] | None
-    ) -> None:
-        def replay(inner: Clock) -> None:
-            if outer is not None:
-                outer(inner)
-            inner.run(self._replayed_forward(group, members), f"replay of layers {group.first} to {group.last}")
-
-        if group.inner is not None:
-            self._backward_of(clock, group.inner, members, replay)
-        else:
+            due.append(group)
+            if group.inner is not None:
+                waiting += _tops(group.inner, members)
+                continue
             whole = Layer(self.profile.block, _INSIDE, t=self.t)
             for place in reversed(members):
-                need = replay if place == members.stop - 1 else None
-                clock.run(self._backward(whole, need, held=self._top_is_held(place)), f"layer {place}")
-        # the group's own input is let go by its first layer, which counts it as its own
+                span = self._backward(whole, self._replay(due), held=self._top_is_held(place))
+                clock.run(span, f"layer {place}")
+                due = []
+            # the group's own input is let go by its first layer, which counts it as its own
+
+    def _replay(self, due: Sequence[Group]) -> Callable[[Clock], None] | None:
+        def replay(inner: Clock) -> None:
+            for group in due:
+                inner.run(self._replayed_forward(group), f"replay of layers {group.first} to {group.last}")
+
+        return replay if due else None
 
     def _top_is_held(self, place: int) -> bool:
         """The executor holds the gradient that it received while the chunk's backward runs."""
         return not self.last and place == self.layers.stop - 1
 
-    def _replayed_forward(self, group: Group, members: range) -> Span:
+    def _replayed_forward(self, group: Group) -> Span:
         """The second forward of a group, from its input up to the last tensor that anybody saved."""
-        clock = Clock()
-        if group.inner is not None:
-            self._forward_of(clock, group.inner, members[:-1])
-            last = members.stop - 1
-            inner = _tops(group.inner, members)[-1][1]
-            layer = self._layer(last) if inner is None else None
-        else:
+        clock, members = Clock(), range(group.first, group.last + 1)
+        if group.inner is None:
             whole = Layer(self.profile.block, _INSIDE, t=self.t)
             for place in members[:-1]:
                 clock.run(self._forward(whole), f"layer {place}")
-            layer = whole
-        if layer is not None:
-            clock.run(self._forward(layer, until=_LAST_SAVED), f"layer {members.stop - 1}")
-        return clock.span()  # a kept mask of the last residual is not worth a case of its own
+            clock.run(self._forward(whole, until=_LAST_SAVED), f"layer {group.last}")
+            return clock.span()
+        last, inner = _tops(group.inner, members)[-1]
+        self._forward_of(clock, group.inner, range(members.start, last.start))
+        if inner is not None:
+            clock.run(self._group_forward(inner), f"layers {inner.first} to {inner.last}")
+            clock.live -= self.profile.boundary_bytes  # it ends before its output
+        else:
+            layer = self._layer(group.last)
+            clock.run(self._forward(layer, until=_LAST_SAVED), f"layer {group.last}")
+            if layer.save_set[_LAST].masks == KEEP:  # then the mask is saved as well
+                clock.live += self.profile.block[_LAST].mask_bytes
+        return clock.span()
 
     # -- pieces, cached ------------------------------------------------------------------------------------------
 

@@ -170,21 +170,24 @@ class Evaluator:
     def _replayed_layers(
         self, layers: range, groups: Sequence[Group], sets: Any
     ) -> Iterator[tuple[float, dict[int, tuple[str, ...]]]]:
-        place = layers.start
-        while place < layers.stop:
-            group = group_at(groups, place)
-            if group is None:
-                save_set = sets.get(f"layers.{place}", SaveSet())
-                seconds, names = self._layer(save_set)
-                yield seconds + self._gather_seconds(save_set["mlp.residual"].output), {place: names}
-                place += 1
-                continue
-            members = range(group.first, group.last + 1)
-            steps = dict.fromkeys(members, BLOCK_NAMES) | {group.last: _but_the_last_product(BLOCK_NAMES)}
-            yield self.prices.group(len(members))[2] + self._gather_seconds(group.output), steps
-            if group.inner is not None:
-                yield from self._replayed_layers(members, group.inner, sets)
-            place = members.stop
+        waiting = [(layers.start, layers.stop, groups)]  # a list, as a tree may be deep; what is inside comes first
+        while waiting:
+            place, stop, groups = waiting.pop()
+            while place < stop:
+                group = group_at(groups, place)
+                if group is None:
+                    save_set = sets.get(f"layers.{place}", SaveSet())
+                    seconds, names = self._layer(save_set)
+                    yield seconds + self._gather_seconds(save_set["mlp.residual"].output), {place: names}
+                    place += 1
+                    continue
+                members = range(group.first, group.last + 1)
+                steps = dict.fromkeys(members, BLOCK_NAMES) | {group.last: _but_the_last_product(BLOCK_NAMES)}
+                yield self.prices.group(len(members))[2] + self._gather_seconds(group.output), steps
+                place = members.stop
+                if group.inner is not None:
+                    waiting += [(place, stop, groups), (members.start, members.stop, group.inner)]
+                    break
 
     def _layer(self, save_set: SaveSet) -> tuple[float, tuple[str, ...]]:
         if save_set not in self._replays:

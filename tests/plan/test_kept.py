@@ -166,3 +166,30 @@ def test_a_chunk_gives_back_what_it_took(policy, sp):
         returned = 0 if first else made.boundary_bytes
         assert backward.change == returned - chunk.kept() - (chunk.tail_bytes if last else 0)
         assert forward.peak >= forward.change and backward.peak >= 0
+
+
+TREES = {
+    "beside each other": (Group(0, 4, (Group(0, 1), Group(2, 4))),),
+    "nothing inside": (Group(0, 4, ()),),
+    "from the first on": (Group(0, 4, (Group(0, 3, (Group(0, 2),)),)),),
+    "from the last on": (Group(0, 4, (Group(2, 4, (Group(3, 4),)),)),),
+    "for one slot": (Group(0, 4, (Group(0, 3, (Group(0, 2, (Group(0, 1, (Group(0, 0),)),)),)),)),),
+}
+
+
+@pytest.mark.parametrize("groups", TREES.values(), ids=TREES)
+def test_a_tree_of_groups_gives_back_what_it_took(groups):
+    made = profile(paper_model("22B"), paper_layout("22B", sp=True))
+    chunk = ChunkModel(made, ChunkPlan({}, groups), range(5), False, False, T)
+    assert chunk.kept() == made.boundary_bytes and chunk.forward().change == 2 * made.boundary_bytes
+    assert chunk.backward().change == 0
+
+
+def test_a_tree_as_deep_as_a_chain_is_long():
+    """A thousand layers for one slot: no recursion, and no drift of the bytes alive from one replay to the next."""
+    made, deep = profile(paper_model("22B"), paper_layout("22B", sp=True)), Group(0, 0)
+    for last in range(1, 1000):
+        deep = Group(0, last, (deep,))
+    chunk = ChunkModel(made, ChunkPlan({}, (deep,)), range(1000), False, False, T)
+    five = ChunkModel(made, ChunkPlan({}, TREES["for one slot"]), range(5), False, False, T)
+    assert chunk.backward().change == 0 and chunk.backward().peak == five.backward().peak

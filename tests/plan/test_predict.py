@@ -9,7 +9,7 @@ import pytest
 
 from megackpt.plan.accelerators import MACHINES, Machine, machine_named
 from megackpt.plan.buffers import ALIGNMENT
-from megackpt.plan.decision import Plan
+from megackpt.plan.decision import ChunkPlan, Plan, SaveSet
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.parameters import stage_parameters
 from megackpt.plan.policies import Policy, plan_for
@@ -19,6 +19,7 @@ from megackpt.plan.schedule import schedule_lists
 from tests.layouts import FAMILIES
 from tests.layouts import Layout as RunLayout
 from tests.plan.live_run import WIDE, run_cases
+from tests.plan.test_kept import TREES
 from tests.pool import run_distributed
 
 Flags = Mapping[str, object]
@@ -75,6 +76,17 @@ def test_other_formats(dtype):
     base = FAMILIES["gpt"] | {"num-layers": 2, "params-dtype": dtype, "global-batch-size": 2}
     cases = {name: base | POLICIES[name] for name in ("none", "full")}
     check(cases | {"loss in parts": base | {"loss-chunk-size": 16, "vocab-size": 4000}}, RunLayout(), 0.03)
+
+
+def test_trees_of_groups(tmp_path):
+    base = FAMILIES["gpt"] | WIDE | DROPOUT | {"max-position-embeddings": 64, "global-batch-size": 2}
+    names = ("embedding", "head", *(f"layers.{i}" for i in range(5)))
+    cases = {}
+    for name, groups in TREES.items():
+        path = tmp_path / f"{name}.json"
+        path.write_text(Plan(((ChunkPlan(dict.fromkeys(names, SaveSet()), groups),),), name).dumps())
+        cases[name] = base | {"num-layers": 5, "recompute-plan": str(path)}
+    check(cases, RunLayout(), 0.001)
 
 
 @pytest.mark.parametrize("layout", [RunLayout(), RunLayout(tp=2, sp=True)], ids=str)
