@@ -86,11 +86,11 @@ def host_part(settings: Settings) -> dict[str, Any]:
 
 
 def none_part(settings: Settings) -> dict[str, Any]:
-    job = none.Job(settings.model, settings.micro_batch, settings.none_pairs)
+    job = none.Job(replace(settings.model, layers=1), settings.micro_batch, settings.none_pairs)
     measured = none.measure(job)
     m = job.model
-    shape = f"{m.layers} layers, hidden {m.hidden}, sequence {m.seq}, micro-batch {job.micro_batch}"
-    print(f"\na tape that does nothing: {shape}, one thread")
+    shape = f"one layer, hidden {m.hidden}, sequence {m.seq}, micro-batch {job.micro_batch}"
+    print(f"\na tape that does nothing: {shape}, one thread; processor time")
     print(table(none.HEADER, none.rows_of(measured)), flush=True)
     return {"job": asdict(job), "measured": measured}
 

@@ -27,7 +27,7 @@ class Job:
     model: Model
     micro_batch: int = 2
     pairs: int = 40
-    turns: int = 2
+    turns: int = 5
 
 
 def measure(job: Job) -> dict[str, Any]:
