@@ -45,7 +45,7 @@ class Settings:
     parts: tuple[str, ...] = PARTS
     effort: host.Effort = field(default_factory=host.Effort)
     model: Model = field(default_factory=partial(Model, layers=4, hidden=256, heads=8, seq=256, vocab=16))
-    none_pairs: int = 40
+    none_pairs: int = 24
     attentions: tuple[str, ...] = ATTENTIONS
     micro_batch: int = 2
     rounds: int = 9

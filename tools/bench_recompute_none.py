@@ -26,8 +26,8 @@ class Job:
 
     model: Model
     micro_batch: int = 2
-    pairs: int = 40
-    turns: int = 5
+    pairs: int = 24
+    turns: int = 16
 
 
 def measure(job: Job) -> dict[str, Any]:
