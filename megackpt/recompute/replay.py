@@ -96,7 +96,7 @@ class Record(Producer):
         self.ends_here = False
         self.tail: Tail | None = None
         self.runs_out = False  # nothing is spared by an end before its own, or before its tail
-        self.closer = False  # somebody looks on, or its replay must be looked at more closely for another reason
+        self.closer = False  # its replay must be looked at closely: by a watch, or for versions that may differ
         self.launched: Any = None  # what a two-phase step that was asked ahead needs to finish
 
     def hold(self, leaves: Sequence[Any], spec: nested.Spec | None, frame: ForwardFrame) -> None:

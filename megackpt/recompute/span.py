@@ -33,6 +33,7 @@ class Cut:
     merged: bool
     joined: bool
     plain: bool  # the whole branch, joint included, is kept
+    communicates: bool
 
 
 def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) -> tuple[Cut, ...]:
@@ -53,7 +54,8 @@ def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) 
         names = [name for name, _ in steps[start:stop]] + ([join] if joined else [])
         wheres = tuple(f"{address} {name}" if address else name for name in names)
         plain = decision.keeps_all and stop - start == len(steps) and save_set[join] == decision
-        cuts.append(Cut(start, stop, decision, wheres, dropped and len(wheres) > 1, joined, plain))
+        talks = any(isinstance(fn, TwoPhase) for _, fn in steps[start:stop])
+        cuts.append(Cut(start, stop, decision, wheres, dropped and len(wheres) > 1, joined, plain, talks))
         start = stop
     return tuple(cuts)
 
@@ -61,13 +63,13 @@ def cuts_of(steps: Sequence[Named], join: str, save_set: SaveSet, address: str) 
 class Span:
     """The function of a merged cut."""
 
-    __slots__ = ("steps", "wheres", "join", "pure")
+    __slots__ = ("steps", "wheres", "join", "pure", "communicates")
 
-    def __init__(
-        self, steps: Sequence[Named], wheres: tuple[str, ...], join: Callable[..., Tensor] | None, pure: bool
-    ) -> None:
-        self.steps, self.wheres, self.join = steps, wheres, join
+    def __init__(self, steps: Sequence[Named], cut: Cut, join: Callable[..., Tensor] | None, pure: bool) -> None:
+        self.steps, self.wheres, self.join = steps, cut.wheres, join
         self.pure = pure  # no running statistics inside
+        # A collective moves the version of what it fills, but not under a dispatch mode: see refill.py.
+        self.communicates = cut.communicates
 
     def functions(self) -> list[Callable[..., Tensor]]:
         return [fn for _, fn in self.steps] + ([] if self.join is None else [self.join])

@@ -99,7 +99,7 @@ class Scope:
         for cut in cuts:
             part = steps[cut.start : cut.stop]
             if cut.merged and not counted:
-                span = Span(part, cut.wheres, join[1] if cut.joined else None, self.pure)
+                span = Span(part, cut, join[1] if cut.joined else None, self.pure)
                 y = run_step(tape, cut.wheres[0], cut.decision, span, (y,), {})
             elif counted or (cut.decision.keeps_all and not alone):
                 y = _kept(tape, cut, part, y, counted)
@@ -281,7 +281,8 @@ def run_step(
             _drop_outputs(frame, decision.output, result)
         if frame.tail is not None and frame.tail.start >= 0:
             record.tail = frame.tail
-        record.runs_out, record.closer = record.ends_here or record.tail is not None, watch is not None
+        record.runs_out = record.ends_here or record.tail is not None
+        record.closer = watch is not None or (type(fn) is Span and fn.communicates)
         if tape.notes_records or isinstance(fn, TwoPhase):
             tape.note_record(record)
     finally:
