@@ -57,6 +57,11 @@ def checkpoint(
     Tensors in ``args`` and ``kwargs`` get gradients wherever they stand: by keyword, in tuples, lists, dicts and
     dataclasses.  Inside an open :class:`Tape` the call is a step of it; alone it opens its own.
 
+    ``function`` must do the same again in backward.  Random numbers (torch's own, generators and streams among the
+    arguments, streams of the tape) and BatchNorm's statistics are seen to; other state that it changes while it runs
+    (vectors of a spectral norm, the executor of a TorchScript function before it has settled) is not, and gives other
+    gradients: under a tape with ``verify=True`` such a replay is an error that names the cause.
+
     ``preserve_rng_state``: False saves looking at the random state; the replay then draws other numbers, on.
     ``context_fn``: returns two contexts, entered around the forward and around the replay
     (``torch.utils.checkpoint.create_selective_checkpoint_contexts`` among them).
