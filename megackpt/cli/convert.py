@@ -19,7 +19,7 @@ DTYPES = ("fp32", "bf16", "fp16")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Converts; 0, or 2 (SystemExit) for what cannot be converted, 1 for a checkpoint that is not whole."""
+    """Converts; 0, or 2 for what cannot be converted (with SystemExit) or is not whole."""
     own = _parser().parse_args(list(argv))
 
     from megackpt.persist.agree import CheckpointError  # imports torch
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
         refuse(error, 0)
     except CheckpointError as error:
         print(f"megackpt: error: {error}", file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 

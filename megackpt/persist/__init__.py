@@ -15,7 +15,7 @@ background save holds a copy of what this rank writes.
 """
 
 from megackpt.persist.agree import CheckpointError, coordination_group
-from megackpt.persist.directory import latest_iteration, prepare_directory
+from megackpt.persist.directory import claimed, latest_iteration, prepare_directory
 from megackpt.persist.load import LoadReport, load
 from megackpt.persist.retention import Retention
 from megackpt.persist.save import Saver, save
@@ -31,6 +31,7 @@ __all__ = [
     "Retention",
     "RunState",
     "Saver",
+    "claimed",
     "coordination_group",
     "latest_iteration",
     "load",

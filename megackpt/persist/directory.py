@@ -8,10 +8,14 @@ latest_checkpointed_iteration.txt                      replaced last, so it neve
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import secrets
 import shutil
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from torch.distributed import ProcessGroup
@@ -27,6 +31,7 @@ from megackpt.config.checkpoint_folder import (
 from megackpt.config.errors import UsageError
 from megackpt.persist.agree import Ranks
 
+_LEAVING_SECONDS = 3.0  # that a run which was stopped may take to be gone
 _NEW_TRACKER = f".{TRACKER}.tmp"
 _PROBE = re.compile(r"\.writable-[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-\w+")
@@ -56,6 +61,40 @@ def prepare_directory(root: str | Path, group: ProcessGroup | None = None) -> li
     Makes the directory. Raises UsageError if nothing can be written there: now, not after hours of training.
     """
     return Ranks(group).from_first("prepare the save directory", lambda: _recover(Path(root)))
+
+
+@contextmanager
+def claimed(root: str | Path | None, group: ProcessGroup | None = None) -> Iterator[list[str]]:
+    """As prepare_directory, and no other run saves there meanwhile: two would delete each other's checkpoints.
+
+    The first rank holds a lock that ends with its process. Raises UsageError on all ranks if another run has it; a
+    file system without locks is trusted. With `root` None nothing is done.
+    """
+    with ExitStack() as held:
+        if root is None:
+            yield []
+        else:
+            yield Ranks(group).from_first("prepare the save directory", lambda: _claim(Path(root), held))
+
+
+def _claim(root: Path, held: ExitStack) -> list[str]:
+    _prove_writable(root)
+    descriptor = os.open(root, os.O_RDONLY)
+    held.callback(os.close, descriptor)
+    deadline = time.monotonic() + _LEAVING_SECONDS
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise UsageError(
+                    f"--save {root}: another run is saving there. Give each run a folder of its own, or wait for it."
+                ) from None
+            time.sleep(0.1)
+            continue
+        except OSError:
+            pass
+        return _recover(root)
 
 
 def _recover(root: Path) -> list[str]:

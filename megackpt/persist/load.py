@@ -139,6 +139,8 @@ def _candidates(root: Path, iteration: int | None) -> tuple[list[Path], list[str
             f"{root} is one checkpoint; --load takes the folder around it, {root.parent}, which may hold several"
             " (--ckpt-step chooses)"
         )
+    if root.exists() and not root.is_dir():
+        raise UsageError(f"--load {root} is a file: give the folder that holds the checkpoints")
     if iteration is None:
         candidates, fault = in_order_of_trust(root)
         return candidates, [f"{root}: {fault}; trying the newest checkpoint"] if fault else []

@@ -11,6 +11,7 @@ from dataclasses import replace
 from datetime import timedelta
 
 import torch
+from torch.distributed import ProcessGroup
 
 from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
@@ -24,7 +25,7 @@ from megackpt.mesh.process_mesh import ProcessMesh
 from megackpt.mesh.rendezvous import init_process_group, shutdown
 from megackpt.observe.memory_tracker import ActivationPeak
 from megackpt.observe.timeline import TimelineRecorder
-from megackpt.persist import CheckpointError, coordination_group, prepare_directory
+from megackpt.persist import CheckpointError, claimed, coordination_group
 from megackpt.pipeline.errors import PipelineError, reason_of
 from megackpt.train.adapt import Adapter, Peaks
 from megackpt.train.agree import together
@@ -91,7 +92,12 @@ def train(trainer: Trainer, board: Board | None = None) -> Position:
     """Run from where ``--load`` left off to the end, or to ``--exit-interval``; returns where the run stands."""
     config = trainer.config
     group = coordination_group(timedelta(minutes=config.parallel.timeout_minutes))
-    messages = prepare_directory(config.checkpoint.save, group) if config.checkpoint.save else []
+    with claimed(config.checkpoint.save, group) as messages:
+        return _train(trainer, board, group, messages)
+
+
+def _train(trainer: Trainer, board: Board | None, group: ProcessGroup | None, messages: list[str]) -> Position:
+    config = trainer.config
     start = load_run(trainer, group)
     trainer = replace(trainer, learning_rate=start.learning_rate, datasets=enough_data(trainer, start.position))
     reporter = together(lambda: Reporter(trainer, start.position))

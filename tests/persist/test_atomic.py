@@ -8,6 +8,8 @@ import os
 import re
 import resource
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -21,6 +23,7 @@ from megackpt.persist import (
     CheckpointError,
     NamedShard,
     RunState,
+    claimed,
     latest_iteration,
     load,
     prepare_directory,
@@ -28,7 +31,7 @@ from megackpt.persist import (
 )
 from megackpt.persist.tensor_file import write_tensors
 from tests.persist.tiny import lone_mesh, mesh_of, same, state_of
-from tests.pool import DistributedFailure, run_distributed
+from tests.pool import ROOT, DistributedFailure, run_distributed
 
 
 def files(root: Path) -> dict[str, bytes]:
@@ -130,6 +133,29 @@ def test_a_root_that_cannot_be_written_is_refused_at_the_start(tmp_path: Path) -
         prepare_directory(file)
     prepare_directory(tmp_path / "new" / "root")
     assert list((tmp_path / "new" / "root").iterdir()) == []
+
+
+def test_two_runs_do_not_save_into_one_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is refused before it clears away what the first is writing; a dead run holds nothing."""
+    monkeypatch.setattr("megackpt.persist.directory._LEAVING_SECONDS", 0.2)
+    with claimed(tmp_path) as messages:
+        assert messages == []
+        (tmp_path / ".iter_0000007.tmp-0badcafe").mkdir()
+        with pytest.raises(UsageError, match=f"--save {tmp_path}: another run is saving there"), claimed(tmp_path):
+            pass
+        assert (tmp_path / ".iter_0000007.tmp-0badcafe").is_dir()
+    with claimed(tmp_path) as messages:
+        assert messages == ["removed .iter_0000007.tmp-0badcafe, left over from an interrupted save"]
+    code = f"""
+import os, signal
+from megackpt.persist import claimed
+with claimed({str(tmp_path)!r}):
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == -signal.SIGKILL
+    with claimed(tmp_path) as messages, claimed(None) as nothing:
+        assert messages == nothing == []
+    assert list(tmp_path.iterdir()) == []
 
 
 def killed_at(rank: int, world_size: int, root: str, iteration: int, call: str, count: int) -> None:

@@ -116,6 +116,9 @@ def test_a_missing_checkpoint_can_be_the_end(saved: Path, tmp_path: Path) -> Non
     assert start.messages == (f"{tmp_path}/typo has no checkpoint: starting afresh",)
     with pytest.raises(DistributedFailure, match=r"typo has no checkpoint, and --exit-on-missing-checkpoint was given"):
         run_distributed(started, 1, flags | {"exit-on-missing-checkpoint": True}, Layout())
+    (tmp_path / "typo").touch()
+    with pytest.raises(DistributedFailure, match=r"--load \S+typo is a file: give the folder that holds"):
+        run_distributed(started, 1, flags, Layout())
 
 
 def without_a_tensor(source: Path, target: Path, key: str) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megackpt.config.errors import UsageError
+from megackpt.config.model import ModelConfig
 from megackpt.persist.agree import CheckpointError
 from megackpt.persist.convert.families import Entry, Family
 from megackpt.persist.convert.gpt2 import GPT2
@@ -24,6 +25,7 @@ from megackpt.persist.tensor_file import DTYPES
 
 FAMILIES: Mapping[str, Family] = {family.name: family for family in (GPT2, LLAMA, QWEN3)}
 _ONE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _HEAD = "lm_head.weight"  # the one tensor outside of the family's prefix
 
 
@@ -40,7 +42,7 @@ def read_folder(folder: str | Path) -> Weights:
         raise UsageError(
             f"{folder}: model_type {config.get('model_type')!r} cannot be converted; {', '.join(FAMILIES)} can"
         )
-    model, vocab = family.read(config)
+    model, vocab = _read_config(family, config, folder)
     files = _Files(folder, family)
     notes: list[str] = []
     tensors: dict[str, Make] = {}
@@ -56,28 +58,44 @@ def read_folder(folder: str | Path) -> Weights:
     return Weights(model, vocab, tensors, files.dtype, str(folder), tuple(notes))
 
 
+def _read_config(family: Family, config: Mapping[str, Any], folder: Path) -> tuple[ModelConfig, int]:
+    try:
+        return family.read(config)
+    except UsageError:
+        raise
+    except KeyError as error:
+        raise UsageError(f"{folder / 'config.json'} lacks {error} in its rotary settings") from error
+    except (TypeError, ValueError, OverflowError, AttributeError) as error:
+        raise UsageError(f"{folder / 'config.json'} has a value that cannot be one: {error}") from error
+
+
 class _Files:
     """Where each tensor lies; names without the family's prefix."""
 
     def __init__(self, folder: Path, family: Family) -> None:
         self.folder = folder
         self.places: dict[str, tuple[str, str]] = {}  # short name -> (file, full name)
+        types: dict[str, str] = {}  # of the file format -> a tensor that has it
         for file in _files(folder):
             try:
                 with safe_open(str(folder / file), framework="pt") as opened:
-                    names = list(opened.keys())
+                    names = {name: str(opened.get_slice(name).get_dtype()) for name in opened.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise CheckpointError(f"{folder / file} cannot be read: {error}") from error
-            for name in names:
+            for name, kind in names.items():
                 if not name.endswith(family.ignored):
+                    types.setdefault(kind, name)
                     self.places[name.removeprefix(family.prefix)] = (file, name)
-        self.dtype = self._dtype()
+        self.dtype = self._dtype(types)
 
-    def _dtype(self) -> torch.dtype:
-        for file, name in self.places.values():
-            with safe_open(str(self.folder / file), framework="pt") as opened:
-                return DTYPES[opened.get_slice(name).get_dtype()]
-        raise CheckpointError(f"{self.folder} holds no tensors")
+    def _dtype(self, types: Mapping[str, str]) -> torch.dtype:
+        """The narrowest type that holds all weights.  UsageError for one that is not a type of weights."""
+        if not types:
+            raise CheckpointError(f"{self.folder} holds no tensors")
+        for kind, name in types.items():
+            if DTYPES.get(kind) not in _WEIGHTS:
+                raise UsageError(f"{self.folder}: {name} is of type {kind}; weights are F32, BF16, F16 or F64")
+        return reduce(torch.promote_types, (DTYPES[kind] for kind in types))
 
     def get(self, name: str) -> Tensor:
         if name not in self.places:
@@ -116,7 +134,7 @@ def _json(path: Path) -> dict[str, Any]:
         document = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(document, dict):
         raise CheckpointError(f"{path} is not a JSON object")

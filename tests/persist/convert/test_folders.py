@@ -113,6 +113,11 @@ REFUSED = [
     ({"model_type": "bert"}, UsageError, "model_type 'bert' cannot be converted; gpt2, llama, qwen3 can"),
     ({"hidden_act": "gelu"}, UsageError, "hidden_act 'gelu' is not something this model does; it does 'silu'"),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, UsageError, "of type 'yarn'"),
+    ({"rope_scaling": {"rope_type": "linear"}}, UsageError, "config.json lacks 'factor' in its rotary settings"),
+    ({"rope_scaling": {"type": "linear", "factor": "x"}}, UsageError, "a value that cannot be one: could not convert"),
+    ({"rope_scaling": "linear"}, UsageError, "config.json has a value that cannot be one"),
+    ({"hidden_size": "abc"}, UsageError, "config.json has a value that cannot be one: invalid literal for int"),
+    ({"num_key_value_heads": [3]}, UsageError, "config.json has a value that cannot be one"),
     ({"num_hidden_layers": 4}, UsageError, "has tensors that a llama model here has not: layers.4.input_layernorm"),
     ({"num_hidden_layers": 6}, CheckpointError, "has no tensor layers.5."),
     ({"intermediate_size": 160}, CheckpointError, r"layers.0.mlp.down.weight comes out as \[48, 168\]"),
@@ -129,6 +134,24 @@ def test_what_does_not_fit_is_refused(
     with pytest.raises(error, match=words):
         write_checkpoint(tmp_path / "b", read_folder(tmp_path / "a"))
     assert not list(tmp_path.glob("b/iter_*")) and not list(tmp_path.glob("b/.*"))
+
+
+def test_types_of_weights(tmp_path: Path) -> None:
+    """The widest one there is holds them all; what is no type of weights is refused by name."""
+    write_folder(tmp_path / "a", weights_of(llama()))
+    content, path = load_file(tmp_path / "a" / "model.safetensors"), tmp_path / "a" / "model.safetensors"
+    key = "model.layers.3.self_attn.k_proj.weight"
+    for others, one, expected in (
+        (torch.bfloat16, torch.bfloat16, torch.bfloat16),
+        (torch.bfloat16, torch.float32, torch.float32),
+        (torch.float16, torch.bfloat16, torch.float32),
+    ):
+        save_file({name: tensor.to(one if name == key else others) for name, tensor in content.items()}, path)
+        assert read_folder(tmp_path / "a").dtype == expected
+    for wrong in (torch.int32, torch.float8_e4m3fn):
+        save_file(content | {key: content[key].to(wrong)}, path)
+        with pytest.raises(UsageError, match=rf"{key} is of type \w+; weights are F32, BF16, F16 or F64"):
+            read_folder(tmp_path / "a")
 
 
 def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
