@@ -146,6 +146,17 @@ def test_other_bucket_sizes_differ_by_rounding_and_runs_repeat() -> None:
             assert max(map(relative, run.norms, other.norms)) <= 3e-6
 
 
+def test_ranks_that_own_nothing_of_a_bucket() -> None:
+    """A bucket for every parameter, and most parameters smaller than what one rank's share is filled up to."""
+    flags = SMALL_GPT | of_micro_batches(1, 4) | {"hidden-size": 8, "num-attention-heads": 1, "ffn-hidden-size": 12}
+    flags |= {"ddp-bucket-size": 1, "bf16": True, "check-replicas-interval": 1}
+    for plain, sharded in run_distributed(_train, 4, [flags, flags | SHARDED | OVERLAP], Layout(dp=4), 3):
+        sharded.check_equal(plain)
+        for kind, tensors in plain.state.items():
+            for name, value in tensors.items():
+                assert torch.equal(value, sharded.state[kind][name]), (kind, name)
+
+
 # -- parameters that are not used alike ------------------------------------------------------------------------------
 
 

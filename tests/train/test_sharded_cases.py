@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -143,6 +144,36 @@ def test_a_run_goes_on_with_the_optimizer_sharded_or_not(
     whole, parts = (logged(tmp_path / name, *WATCHED) for name in ("whole", "halves"))
     assert [row[0] for row in whole] == list(range(1, 7))
     assert parts == whole
+
+
+def _loaded(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[dict[str, Tensor], float, int]:
+    """Optimizer state after a load, the loss scale of the first step and the updates behind it."""
+    trainer = built(flags, layout)
+    start = load_run(trainer)
+    trainer.optimizer.settle()
+    by_kind = trainer.optimizer.state_tensors()
+    state = {f"{kind} {name}": t.clone() for kind, tensors in by_kind.items() for name, t in tensors.items()}
+    masters = {record.name: master for master, record in trainer.optimizer.masters()}
+    for parameter, record in trainer.parameters:
+        first, stop = trainer.optimizer.flat_range(record.name) or (0, 0)
+        rounded = masters[record.name].to(parameter.dtype) if record.name in masters else parameter.new_empty(0)
+        assert torch.equal(parameter.detach().view(-1)[first:stop], rounded), record.name
+    scale = trainer.scaler.scale
+    assert math.isfinite(steps(trainer, 1, consumed=start.position.consumed_samples).norms[0])
+    return state, scale, trainer.optimizer.step_count
+
+
+@pytest.mark.parametrize(("first", "second", "scale"), [({"bf16": True}, FP16, 4096.0), (FP16, {"bf16": True}, 1.0)])
+def test_a_run_changes_between_16_bit_formats(first: Flags, second: Flags, scale: float, tmp_path: Path) -> None:
+    """Masters and moments are the same to the bit; parameters are the masters in the new format."""
+    common = SMALL_GPT | ALL_ON | {"load": str(tmp_path)}
+    run_distributed(train_all, 2, common | first | {"save": str(tmp_path), "train-iters": 2}, Layout(dp=2))
+    same = run_distributed(_loaded, 2, common | first, Layout(dp=2))
+    other = run_distributed(_loaded, 2, common | second, Layout(dp=2))
+    for (a, _, _), (b, found, updates) in zip(same, other, strict=True):
+        assert (found, updates) == (scale, 3)
+        assert a.keys() == b.keys() and {key.split()[0] for key in a} == {"master", "exp_avg", "exp_avg_sq"}
+        assert all(torch.equal(tensor, b[key]) for key, tensor in a.items())
 
 
 def test_a_new_rate_on_resume_is_the_first_one_used(tmp_path: Path) -> None:  # CK-05
