@@ -116,6 +116,7 @@ class HuggingFaceTokenizer(_RustTokenizer):
         self.vocab_size = max(ids.values()) + 1
         if self.vocab_size > _MAX_UNUSED * len(ids) + 1024:
             raise UsageError(f"{flag} {path}: {len(ids)} tokens but ids up to {self.vocab_size - 1}: it is damaged")
+        _check_added(f"{flag} {path}", content, ids)
         self.special = _special_ids(flag, path, content, ids)
         canonical = json.dumps(content, sort_keys=True).encode()  # white space and the order of keys do not matter
         self.digest = digest_of("tokenizer.json", include_special_tokens, canonical)
@@ -192,6 +193,16 @@ def _check_content(where: str, content: Any) -> None:
         if depth > _DEPTH:
             raise UsageError(f"{where}: is nested deeper than {_DEPTH} levels: it is damaged")
         level = [v for x in level for v in (x.values() if isinstance(x, dict) else x) if isinstance(v, dict | list)]
+
+
+def _check_added(where: str, content: dict[str, Any], ids: dict[str, int]) -> None:
+    """The package gives an added token the next free id, whatever the file says."""
+    added = content.get("added_tokens")
+    for entry in added if isinstance(added, list) else []:
+        token, said = (entry.get("content"), entry.get("id")) if isinstance(entry, dict) else (None, None)
+        if isinstance(token, str) and isinstance(said, int) and ids.get(token, said) != said:
+            where = f"{where}: the token {token[:40]!r}"
+            raise UsageError(f"{where} is to have the id {said}, but {ids[token]} is the next")
 
 
 def _special_ids(flag: str, path: Path, content: dict[str, Any], ids: dict[str, int]) -> SpecialIds:

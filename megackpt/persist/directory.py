@@ -31,7 +31,7 @@ from megackpt.config.checkpoint_folder import (
 from megackpt.config.errors import UsageError
 from megackpt.persist.agree import Ranks
 
-_LEAVING_SECONDS = 3.0  # that a run which was stopped may take to be gone
+_LEAVING_SECONDS = 20.0  # a killed run's loader processes, which share its lock, look for it every 5
 _NEW_TRACKER = f".{TRACKER}.tmp"
 _PROBE = re.compile(r"\.writable-[0-9a-f]{8}")
 _TEMPORARY = re.compile(r"\.iter_\d{7,}\.tmp-\w+")

@@ -140,7 +140,7 @@ def _candidates(root: Path, iteration: int | None) -> tuple[list[Path], list[str
             " (--ckpt-step chooses)"
         )
     if root.exists() and not root.is_dir():
-        raise UsageError(f"--load {root} is a file: give the folder that holds the checkpoints")
+        raise UsageError(f"{root} is a file; --load and --pretrained-checkpoint take a folder that holds checkpoints")
     if iteration is None:
         candidates, fault = in_order_of_trust(root)
         return candidates, [f"{root}: {fault}; trying the newest checkpoint"] if fault else []

@@ -247,6 +247,7 @@ def test_damaged_tokenizer_json_is_refused(tmp_path: Path) -> None:
         (lambda c: c["model"].update(type="RNN"), "its model is a RNN, known are BPE, Unigram"),
         (lambda c: c["model"].update(merges=[["q", "zzz"]]), "is not a tokenizer that `tokenizers` can read"),
         (lambda c: c["model"]["vocab"].update(a=4_000_000_000), "tokens but ids up to 4000000000: it is damaged"),
+        (lambda c: c["added_tokens"][0].update(id=70_000), r"is to have the id 70000, but \d+ is the next"),
         (nest, "is nested deeper than 64 levels"),
     ]:
         file.write_text(whole)

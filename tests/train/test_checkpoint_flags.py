@@ -117,7 +117,7 @@ def test_a_missing_checkpoint_can_be_the_end(saved: Path, tmp_path: Path) -> Non
     with pytest.raises(DistributedFailure, match=r"typo has no checkpoint, and --exit-on-missing-checkpoint was given"):
         run_distributed(started, 1, flags | {"exit-on-missing-checkpoint": True}, Layout())
     (tmp_path / "typo").touch()
-    with pytest.raises(DistributedFailure, match=r"--load \S+typo is a file: give the folder that holds"):
+    with pytest.raises(DistributedFailure, match=r"typo is a file; --load and --pretrained-checkpoint take"):
         run_distributed(started, 1, flags, Layout())
 
 
