@@ -34,8 +34,15 @@ def _multiplied(rank: int, world_size: int, flags: Flags, layout: Layout) -> int
     return flops(products.seen)
 
 
-@pytest.mark.parametrize("layout", [Layout(), Layout(tp=2, dp=2, sp=True)], ids=str)
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [
+        *((model, Layout()) for model in MODELS),
+        ("gqa", Layout(tp=2, dp=2, sp=True)),
+        pytest.param("mha", Layout(tp=2, dp=2, sp=True), marks=pytest.mark.full),
+    ],
+    ids=str,
+)
 def test_printed_flops_are_those_of_the_products(model: str, layout: Layout, tmp_path: Path) -> None:  # MX-01
     """Within 1 %: MFU counts what is multiplied without replay, HFU all that is."""
     useful = 0

@@ -129,7 +129,13 @@ def test_replay_is_bitwise(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [(Layout(), "fp32"), (Layout(), "bf16"), (Layout(tp=2, sp=True), "bf16")], ids=str
+    ("layout", "dtype"),
+    [
+        (Layout(), "fp32"),
+        pytest.param(Layout(), "bf16", marks=pytest.mark.full),
+        pytest.param(Layout(tp=2, sp=True), "bf16", marks=pytest.mark.full),
+    ],
+    ids=str,
 )
 def test_bytes_are_those_of_the_plan(layout: Layout, dtype: str) -> None:
     """Kept to the byte; the peak, where a small vocabulary and a small MLP leave it to the norm, to a thousandth."""
