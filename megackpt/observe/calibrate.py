@@ -113,7 +113,7 @@ def _tell_ranks(ranks: Together, nproc: int, tell: Tell) -> None:
     tell(Figure(f"collective of {nproc}", f"{ranks.collective_bytes_per_s / 1e9:.2f} GB/s", HOW["tp_bytes_per_s"]))
     tell(Figure("its latency", f"{ranks.latency_s * 1e6:.0f} us", HOW["latency_s"]))
     tell(Figure("message", f"{ranks.message_bytes_per_s / 1e9:.2f} GB/s", HOW["node_bytes_per_s"]))
-    tell(Figure("its latency", f"{ranks.message_latency_s * 1e6:.0f} us", "message of 8 bytes, lower quartile"))
+    tell(Figure("its latency", f"{ranks.message_latency_s * 1e6:.0f} us", "message of 8 bytes, the lowest tenth"))
     rates = " ".join(f"{rate:.0%}" for rate in ranks.rates)
     tell(Figure("speed with 1, 2, ... ranks", rates, HOW["shared_rates"]))
 

@@ -146,8 +146,8 @@ class _Work:
             self.left @ self.right
 
     def beside(self, exchange: Callable[[], object]) -> _Beside:
-        """Medians of so many exchanges, each between work."""
-        walls, processors = [], []
+        """Of so many exchanges, each between work."""
+        walls, alone, processors = [], [], []
         for _ in range(BETWEEN):
             marks = [(time.perf_counter(), time.process_time())]
             self()
@@ -158,13 +158,15 @@ class _Work:
             exchange()
             marks.append((time.perf_counter(), time.process_time()))
             (w0, p0), (w1, p1), (w2, p2) = marks
-            walls.append((w2 - w1) - (w1 - w0))
+            walls.append(w2 - w1)
+            alone.append(w1 - w0)
             processors.append((p2 - p1) - (p1 - p0))
-        return _Beside(max(0.0, statistics.median(walls)), max(0.0, statistics.median(processors)))
+        wall = statistics.quantiles(walls, n=4)[0] - statistics.quantiles(alone, n=4)[0]
+        return _Beside(max(0.0, wall), max(0.0, statistics.median(processors)))
 
 
 def _seconds(work: Callable[[], object], count: int, where: torch.device) -> float:
-    """The lower quartile of so many runs: what somebody else does on the host meanwhile only ever adds."""
+    """The lowest tenth of so many runs: what somebody else does on the host meanwhile only ever adds."""
     times = []
     for _ in range(count + 3):
         start = time.perf_counter()
@@ -172,7 +174,7 @@ def _seconds(work: Callable[[], object], count: int, where: torch.device) -> flo
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         times.append(time.perf_counter() - start)
-    return statistics.quantiles(times[3:], n=4)[0]
+    return statistics.quantiles(times[3:], n=10)[0]
 
 
 def _ping(rank: int, tensor: torch.Tensor) -> None:
