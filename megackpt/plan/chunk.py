@@ -72,7 +72,8 @@ class ChunkModel:
             clock.run(rebuilt_span(self._layer(unit.start)), f"layer {unit.start} ahead")
         self._backward_of(clock, self.plan.groups, self.layers)
         if self.first:
-            clock.run(self._backward(self._end("embedding"), input_gradient=False))
+            held = not (self.last or self.layers)  # as the gradient of a last layer's output is
+            clock.run(self._backward(self._end("embedding"), held=held, input_gradient=False))
         if not (self.first or self.last or self.layers):
             clock.live += self.profile.boundary_bytes  # an empty chunk hands on the gradient that it received
         clock.live += self.profile.boundary_bytes * self._keeps_top
