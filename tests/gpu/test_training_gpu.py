@@ -22,7 +22,7 @@ from megackpt.mesh.parameter import ParameterRecord
 from megackpt.mesh.rendezvous import init_process_group, shutdown
 from megackpt.optim import Update
 from megackpt.train.build import Trainer, build
-from megackpt.train.guard import digest
+from megackpt.train.seal import digest
 from megackpt.train.loop import loader
 from megackpt.train.step import Stepper
 from tests.gpu.harness import DEVICE, numbers
