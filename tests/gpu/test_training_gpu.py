@@ -22,8 +22,8 @@ from megackpt.mesh.parameter import ParameterRecord
 from megackpt.mesh.rendezvous import init_process_group, shutdown
 from megackpt.optim import Update
 from megackpt.train.build import Trainer, build
-from megackpt.train.seal import digest
 from megackpt.train.loop import loader
+from megackpt.train.seal import digest
 from megackpt.train.step import Stepper
 from tests.gpu.harness import DEVICE, numbers
 from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags
