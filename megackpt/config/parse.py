@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -23,6 +24,7 @@ from megackpt.config.sources import Source, merge, read_words, read_yaml
 
 ENVIRONMENT = "MEGACKPT_ARGS"
 USAGE_ERROR = 2
+FIRST_SPEAKS_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -87,9 +89,18 @@ def wants_help(argv: Sequence[str]) -> bool:
 
 def refuse(error: UsageError, rank: int) -> NoReturn:
     """End this process with code 2; rank 0 says why."""
+    say_once(error, rank)
+    raise SystemExit(USAGE_ERROR)
+
+
+def say_once(error: Exception, rank: int) -> None:
+    """Rank 0 prints what all ranks know. The others wait: a launcher ends rank 0 when another rank has failed, and on a
+    busy host it may not have spoken by then. They need not be done waiting; it ends them when rank 0 is gone.
+    """
     if rank == 0:
         print(f"megackpt: error: {error}", file=sys.stderr, flush=True)
-    raise SystemExit(USAGE_ERROR)
+    else:
+        time.sleep(FIRST_SPEAKS_S)
 
 
 def _problems(sources: Sequence[Source], ignore: bool) -> list[str]:

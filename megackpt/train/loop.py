@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -14,6 +13,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from megackpt.config.errors import UsageError
+from megackpt.config.parse import say_once
 from megackpt.config.run import RunConfig
 from megackpt.data.build import Datasets
 from megackpt.data.dataset import SampleDataset
@@ -59,8 +59,7 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> int:
         finally:
             shutdown()
     except SAID_BY_ALL as error:
-        if launch.rank == 0:
-            print(f"megackpt: error: {error}", file=sys.stderr, flush=True)
+        say_once(error, launch.rank)
         return 2 if isinstance(error, UsageError) else 1
 
 

@@ -12,9 +12,9 @@ import pytest
 from tests.config.base import run, words
 
 ROOT = Path(__file__).parent.parent.parent
-# A process in which importing torch fails.
+# A process in which importing torch fails, and nobody sleeps.
 WITHOUT_TORCH = (
-    "import runpy, sys; sys.modules['torch'] = None; sys.argv[0] = 'pretrain_gpt.py';"
+    "import runpy, sys, time; sys.modules['torch'] = None; sys.argv[0] = 'pretrain_gpt.py'; time.sleep = print;"
     "sys.path.insert(0, '.'); runpy.run_path('pretrain_gpt.py', run_name='__main__')"
 )
 
@@ -68,7 +68,8 @@ def test_only_rank_0_says_why_a_run_is_refused(launcher: object) -> None:
         " --pipeline-model-parallel-size 1 = 2 ranks per copy of the model. Nearest valid number of processes: 2 or"
         " 4.\n"
     )
-    assert (second.returncode, second.stdout, second.stderr) == (2, "", "")
+    # it gives rank 0 the time to speak, which its launcher would end with it
+    assert (second.returncode, second.stdout, second.stderr) == (2, "10.0\n", "")
 
 
 def test_a_broken_launch_environment_is_refused_the_same_way() -> None:
