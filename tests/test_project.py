@@ -153,6 +153,7 @@ def slurm(folder: Path, script: str, srun: str) -> subprocess.Popen[str]:
     programs.mkdir()
     for name, body in {
         "srun": srun,
+        "scancel": 'echo "$@" >>"$RECORD/scancel"',
         "scontrol": 'echo "$@" >>"$RECORD/scontrol"; [ "$1" = show ] && printf "n1\\nn2\\n"; true',
         "torchrun": 'printf "%s\\n" "$@" >"$RECORD/torchrun"',
     }.items():
@@ -183,6 +184,7 @@ def test_torchrun_per_node(tmp_path: Path) -> None:
     ]
     config = parse(flags(arguments), {}, world_size=16)
     assert (config.parallel.tensor, config.parallel.pipeline, config.parallel.data) == (8, 2, 1)
+    assert config.train.exit_signal_handler and config.train.exit_signal == "SIGTERM"
 
 
 def test_srun_as_the_launcher(tmp_path: Path) -> None:
@@ -192,14 +194,16 @@ def test_srun_as_the_launcher(tmp_path: Path) -> None:
     assert parse(flags(arguments), {}, world_size=32).parallel.data == 2
 
 
-def test_the_signal_before_the_time_limit_requeues(tmp_path: Path) -> None:
-    job = slurm(tmp_path, "srun.sbatch", 'touch "$RECORD/running"; sleep 1; exit 3')
+def test_the_signal_before_the_time_limit_asks_for_a_save_and_requeues(tmp_path: Path) -> None:
+    job = slurm(tmp_path, "srun.sbatch", 'touch "$RECORD/running"; sleep 1; touch "$RECORD/over"; exit 3')
     deadline = time.monotonic() + 30
     while not (tmp_path / "running").exists():
         assert time.monotonic() < deadline
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
     output, _ = job.communicate(timeout=30)
+    assert (tmp_path / "scancel").read_text() == "--signal=TERM 4711\n"
     assert (tmp_path / "scontrol").read_text() == "requeue 4711\n"
-    assert "requeueing job 4711" in output
+    assert (tmp_path / "scontrol").stat().st_mtime_ns > (tmp_path / "over").stat().st_mtime_ns  # not while it saves
+    assert "job 4711 saves and is requeued" in output
     assert job.returncode == 3  # the script ends as its step did

@@ -7,6 +7,7 @@ mkdir -p "$LOGS"
 export LOGS
 export PROCESSES_PER_NODE="${PROCESSES_PER_NODE:-${SLURM_GPUS_ON_NODE:-8}}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=240 # seconds that torchrun waits for ranks which it told to end; 30 by itself
 
 RUN="${RUN:-runs/gpt-7b}"        # checkpoints and metrics; the same folder every time, so that the job resumes
 DATA="${DATA:-data/corpus}"      # prefix of a .bin/.idx pair made by tools/preprocess_data.py
@@ -27,20 +28,23 @@ TRAINING=(
     --adam-beta1 0.9 --adam-beta2 0.95
     --data-path "$DATA" --split "989,10,1"
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$TOKENIZER"
-    --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 500
+    --save "$RUN/checkpoints" --load "$RUN/checkpoints" --save-interval 500 --exit-signal-handler
     --eval-interval 1000 --eval-iters 20 --log-interval 10 --log-throughput --run-dir "$RUN"
 )
 
 # Run a command in the background, so that this shell hears the signal which --signal=B:USR1@300 sends five minutes
-# before the time limit. Requeueing ends the running step; the next start resumes from the newest checkpoint in
-# $RUN, so --save-interval bounds what is lost.
+# before the time limit. The ranks are then asked to save and end (--exit-signal-handler), and the job is requeued; the
+# next start goes on from that checkpoint.
 run_and_requeue() {
-    trap 'echo "time limit is near: requeueing job $SLURM_JOB_ID"; scontrol requeue "$SLURM_JOB_ID"' USR1
+    local near=""
+    trap 'near=1; echo "time limit is near: job $SLURM_JOB_ID saves and is requeued"
+        scancel --signal=TERM "$SLURM_JOB_ID"' USR1
     "$@" &
     local step=$! status=0
     while kill -0 "$step" 2>/dev/null; do # a trapped signal ends `wait` early: wait again
         status=0
         wait "$step" || status=$?
     done
+    [ -z "$near" ] || scontrol requeue "$SLURM_JOB_ID"
     return "$status"
 }

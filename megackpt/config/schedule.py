@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megackpt.config.checks import at_least
+from megackpt.config.checks import at_least, one_of
 from megackpt.config.errors import UsageError
+
+EXIT_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,6 +22,11 @@ class TrainConfig:
     """Global batches of one evaluation; 0 = none."""
     exit_interval: int | None = None
     """Stop, saving, at an iteration that this divides."""
+    exit_duration_minutes: float = 0.0
+    """Stop, saving, after the first iteration that ends later than so many minutes after the start; 0 = never."""
+    exit_signal_handler: bool = False
+    """Stop, saving, after the iteration in which any rank gets ``exit_signal``; else a signal ends a rank at once."""
+    exit_signal: str = "SIGTERM"
     seed: int = 1234
     deterministic_mode: bool = False
     """Two runs of the same commands on the same machines are equal to the bit, or the run is refused."""
@@ -43,6 +50,10 @@ class TrainConfig:
         at_least("--eval-interval", self.eval_interval, 1)
         at_least("--eval-iters", self.eval_iters, 0)
         at_least("--exit-interval", self.exit_interval, 1)
+        at_least("--exit-duration-in-mins", self.exit_duration_minutes, 0)
+        one_of("--exit-signal", self.exit_signal, EXIT_SIGNALS)
+        if self.exit_signal != "SIGTERM" and not self.exit_signal_handler:
+            raise UsageError(f"--exit-signal {self.exit_signal} needs --exit-signal-handler. Add it, or leave it out.")
         at_least("--max-skipped-iterations", self.max_skipped_iterations, 1)
         at_least("--check-replicas-interval", self.check_replicas_interval, 1)
         at_least("--seed", self.seed, 0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megackpt.config.flag import Flag, accept, later, works
 from megackpt.config.optimizer import DECAY_STYLES, OPTIMIZERS, WSD_STYLES
 from megackpt.config.precision import PARAMS_DTYPES
+from megackpt.config.schedule import EXIT_SIGNALS
 
 TRAINING = "Batch, optimizer, schedule"
 
@@ -198,6 +199,31 @@ ROWS: tuple[Flag, ...] = (
         minimum=1,
         default="never",
     ),
+    works(
+        "--exit-duration-in-mins",
+        TRAINING,
+        "float",
+        "train.exit_duration_minutes",
+        "Save and stop after the first iteration that ends so many minutes after the start.",
+        default="never",
+    ),
+    works(
+        "--exit-signal-handler",
+        TRAINING,
+        "switch",
+        "train.exit_signal_handler",
+        "Save and stop, with code 0, after the iteration in which any rank gets --exit-signal. Without it a signal ends"
+        " a rank at once.",
+    ),
+    works(
+        "--exit-signal",
+        TRAINING,
+        "text",
+        "train.exit_signal",
+        "The signal of --exit-signal-handler.",
+        choices=EXIT_SIGNALS,
+    ),
+    accept("--exit-signal-handler-for-dataloader", TRAINING, "switch", "Readers are threads of the rank."),
     works("--seed", TRAINING, "int", "train.seed", "Seed of weights, dropout and data order.", minimum=0),
     works(
         "--params-dtype",
@@ -347,13 +373,6 @@ ROWS: tuple[Flag, ...] = (
     accept("--manual-gc", TRAINING, "switch", "Changes no result."),
     accept("--manual-gc-interval", TRAINING, "int", "Changes no result."),
     accept("--empty-unused-memory-level", TRAINING, "int", "Changes no result."),
-    later(
-        "--exit-duration-in-mins",
-        TRAINING,
-        "float",
-        "use --exit-interval, or --train-iters with --save-interval.",
-    ),
-    later("--exit-signal-handler", TRAINING, "switch", "use --save-interval."),
     later("--use-precision-aware-optimizer", TRAINING, "switch"),
     later("--optimizer-cpu-offload", TRAINING, "switch"),
 )

@@ -4,7 +4,8 @@ A rank that dies says nothing, and one that stands still says nothing either; th
 not come. So each rank writes a line about itself to the store of the process group every fifth of a second, from a
 thread, and the first rank that fails reads all of them, looks again a little later at who still writes, and prints the
 table. The thread also ends the process when its launcher is gone, and on SIGTERM, which the main thread would not see
-while it waits inside a collective: it then says where that was.
+while it waits inside a collective: it then says where that was. One signal may be left for the run to act on
+(`asks`): the thread only remembers it.
 """
 
 from __future__ import annotations
@@ -47,13 +48,18 @@ class Line:
 class Board:
     """This rank's side of the board; a context manager around the life of the process group.
 
-    `launcher` is the process whose end ends this one (None: nobody's). Outside of a main thread signals are left as
-    they are.
+    `launcher` is the process whose end ends this one (None: nobody's). `asks`: the signal that asks this process to
+    end when it is ready, however often it comes; `asked` says whether it did. Outside of a main thread signals are left
+    as they are.
     """
 
-    def __init__(self, rank: int, world_size: int, *, launcher: int | None = None) -> None:
+    def __init__(
+        self, rank: int, world_size: int, *, launcher: int | None = None, asks: signal.Signals | None = None
+    ) -> None:
         self.rank, self.world_size, self.launcher = rank, world_size, launcher
         self.place = f"rank {rank}"
+        self.asked = False
+        self._asks, self._ending = asks, tuple(number for number in _ENDING if number != asks)
         self._doing: Callable[[], str] = lambda: "start-up"
         self._store: Any = None
         self._beat = 0
@@ -62,7 +68,7 @@ class Board:
         self._failed, self._reports, self._reported = False, False, threading.Event()
         self._lock = threading.Lock()
         self._wake_read, self._wake_write = -1, -1
-        self._before: tuple[int, list[Any]] | None = None
+        self._before: tuple[int, dict[signal.Signals, Any]] | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Board:
@@ -75,7 +81,8 @@ class Board:
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         if threading.current_thread() is threading.main_thread():
-            handlers = [signal.signal(number, _ignore) for number in _ENDING]
+            numbers = self._ending if self._asks is None else (*self._ending, self._asks)
+            handlers = {number: signal.signal(number, _ignore) for number in numbers}
             self._before = (signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False), handlers)
         self._thread = threading.Thread(target=self._run, name="board", daemon=True)
         self._thread.start()
@@ -90,7 +97,7 @@ class Board:
         self._thread.join()
         if self._before is not None:
             signal.set_wakeup_fd(self._before[0])
-            for number, handler in zip(_ENDING, self._before[1], strict=True):
+            for number, handler in self._before[1].items():
                 signal.signal(number, handler)
             self._before = None
         if error is None and not self._failed:
@@ -169,7 +176,8 @@ class Board:
             signals = os.read(self._wake_read, 64) if ready else b""
             if self._stop:
                 return
-            for number in _ENDING:
+            self.asked = self.asked or (self._asks is not None and self._asks in signals)
+            for number in self._ending:
                 if number in signals:
                     self._end(f"ended by {number.name}", number)
             if self.launcher is not None and os.getppid() != self.launcher:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,7 @@ from megackpt.train.agree import together
 from megackpt.train.auto import auto_task
 from megackpt.train.build import Trainer, build, build_data, refuse_ahead
 from megackpt.train.checkpoint import Position, Saves, load_run, run_state
+from megackpt.train.ending import Ending
 from megackpt.train.foresight import prediction_of
 from megackpt.train.guard import Guard
 from megackpt.train.health import TrainingStopped
@@ -44,6 +46,7 @@ SAID_BY_ALL = (UsageError, CheckpointError, TrainingStopped)  # raised on every 
 
 def run(config: RunConfig, launch: LaunchEnvironment) -> int:
     """Train as ``config`` says; returns the exit code of this rank.  2: the run was refused."""
+    began = time.monotonic()
     try:
         seam = DeviceSeam.create(config.parallel.device, launch.local_rank, config.parallel.backend)
         if seam.kind == "cpu" and launch.world_size > 1:
@@ -54,8 +57,9 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> int:
         init_process_group(config.parallel, launch, seam)
         try:
             launcher = os.getppid() if launch.source == "torchrun" else None
-            with Board(launch.rank, launch.world_size, launcher=launcher) as board:
-                return _watched(config, seam, board)
+            asks = signal.Signals[config.train.exit_signal] if config.train.exit_signal_handler else None
+            with Board(launch.rank, launch.world_size, launcher=launcher, asks=asks) as board:
+                return _watched(config, seam, board, began)
         finally:
             shutdown()
     except SAID_BY_ALL as error:
@@ -63,10 +67,10 @@ def run(config: RunConfig, launch: LaunchEnvironment) -> int:
         return 2 if isinstance(error, UsageError) else 1
 
 
-def _watched(config: RunConfig, seam: DeviceSeam, board: Board) -> int:
+def _watched(config: RunConfig, seam: DeviceSeam, board: Board, began: float) -> int:
     """Train; if a rank fails that others wait for, say what each of them was doing."""
     try:
-        train(build(config, seam), board)
+        train(build(config, seam), board, began)
     except SAID_BY_ALL:
         raise
     except PipelineError as error:
@@ -87,15 +91,20 @@ class CollectiveError(RuntimeError):
     """A collective did not end: a rank that takes part is gone or stands still."""
 
 
-def train(trainer: Trainer, board: Board | None = None) -> Position:
-    """Run from where ``--load`` left off to the end, or to ``--exit-interval``; returns where the run stands."""
+def train(trainer: Trainer, board: Board | None = None, began: float | None = None) -> Position:
+    """Run from where ``--load`` left off to the end, or to where flags, a signal that ``board`` has seen or the minutes
+    since ``began`` (by ``time.monotonic``; None: now) end it; returns where the run stands."""
+    began = time.monotonic() if began is None else began
     config = trainer.config
     group = coordination_group(timedelta(minutes=config.parallel.timeout_minutes))
     with claimed(config.checkpoint.save, group) as messages:
-        return _train(trainer, board, group, messages)
+        ending = Ending(config.train, group, began, lambda: board is not None and board.asked)
+        return _train(trainer, board, group, messages, ending)
 
 
-def _train(trainer: Trainer, board: Board | None, group: ProcessGroup | None, messages: list[str]) -> Position:
+def _train(
+    trainer: Trainer, board: Board | None, group: ProcessGroup | None, messages: list[str], ending: Ending
+) -> Position:
     config = trainer.config
     start = load_run(trainer, group)
     trainer = replace(trainer, learning_rate=start.learning_rate, datasets=enough_data(trainer, start.position))
@@ -108,21 +117,26 @@ def _train(trainer: Trainer, board: Board | None, group: ProcessGroup | None, me
     consumed = start.position.consumed_samples
     batches = loader(trainer, trainer.datasets.train, consumed, config.batch.size_at)
     with batches, Saves(trainer, reporter.say, group) as saves:
-        while loop.where.iteration < loop.last:
+        why = ending.reason()  # it may have come while the run was built: then there is nothing to save
+        while loop.where.iteration < loop.last and not why:
             with loop.named():
                 loop.step(batches)
                 saves.look()
-                if loop.due(config.train.eval_interval) or loop.ends:
+                why = ending.reason()
+                ends = loop.ends or why is not None
+                if not why and (loop.due(config.train.eval_interval) or ends):
                     loop.evaluate(trainer.datasets.valid, "valid")
                     for name, dataset in trainer.datasets.valid_sets:
                         loop.evaluate(dataset, "valid", name)
-                if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or loop.ends):
+                if config.checkpoint.save and (loop.due(config.checkpoint.save_interval) or ends):
                     loop.guard.check(f"before iteration {loop.where.iteration} is saved")
                     saves.use(loop.trainer)
                     saves.save(loop.where)
-            if loop.ends:
+            if ends:
                 break
-        if loop.where.iteration == loop.last:
+        if why:
+            reporter.say(f"megackpt: {why}: ending after iteration {loop.where.iteration} of {loop.last}")
+        elif loop.where.iteration == loop.last:
             loop.evaluate(trainer.datasets.test, "test")
     reporter.finish()
     return loop.where

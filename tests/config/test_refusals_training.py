@@ -55,6 +55,13 @@ TABLE: list[Refusal] = [
         1,
         "--lr-warmup-fraction 0.1 and --lr-warmup-iters 1 contradict each other: give one of them.",
     ),
+    (
+        "",
+        "--exit-signal SIGUSR1",
+        1,
+        "--exit-signal SIGUSR1 needs --exit-signal-handler. Add it, or leave it out.",
+    ),
+    ("", "--exit-duration-in-mins -5", 1, "--exit-duration-in-mins must be at least 0; got -5.0."),
     ("", "--lr-warmup-fraction 1", 1, "--lr-warmup-fraction must be in [0.0, 1.0); got 1.0."),
     ("", "--lr-warmup-init 0.1", 1, "--lr-warmup-init 0.1 is above --lr 0.001. Nearest valid: --lr-warmup-init 0.001."),
     ("", "--min-lr 0.1", 1, "--min-lr 0.1 is above --lr 0.001. Nearest valid: --min-lr 0.001."),

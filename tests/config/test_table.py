@@ -27,6 +27,7 @@ _WORKS = """
 --lr --micro-batch-size --global-batch-size --weight-decay --lr-decay-style --eval-interval --clip-grad --min-lr
 --eval-iters --train-iters --adam-beta1 --adam-beta2 --lr-decay-iters --bf16 --fp16 --train-samples --lr-warmup-fraction
 --seed --finetune --lr-decay-samples --lr-warmup-samples --lr-warmup-iters --exit-interval --adam-eps --optimizer
+--exit-duration-in-mins --exit-signal-handler
 --use-checkpoint-opt_param-scheduler --override-opt_param-scheduler --decoupled-lr
 --deterministic-mode --rampup-batch-size --loss-scale --initial-loss-scale --hysteresis
 --no-check-for-nan-in-loss-and-grad
