@@ -9,10 +9,10 @@ At one stage nothing is received or sent and the rest is the same. Forward-only 
 or tapes. Where stages have several chunks, chunk c of the last stage feeds chunk c+1 of the first: the chain of
 stages becomes a ring, and every stage still has one neighbour before it and one after it.
 
-Overlap: the next message of each direction is posted for before the one at hand is waited for, so it travels while
-this stage computes; what an action sends leaves while the next one computes, and is waited for only before the one
-after. The two directions have communicators of their own and never wait for each other. Nothing that needs no
-message (a W, what is rebuilt ahead) waits for one.
+Overlap: the next message of each direction is posted for as soon as it can exist, mostly before the one at hand is
+used, so it travels while this stage computes; what an action sends leaves while the next one computes, and is waited
+for only before the one after. The two directions have communicators of their own and never wait for each other.
+Nothing that needs no message (a W, what is rebuilt ahead) waits for one.
 
 Memory: while a stage computes, the message that the action before sent is alive (without `overlap` it has left),
 and one received message per direction may lie ahead. Which schedules are free of deadlock under these rules is what
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,9 +43,10 @@ from megackpt.pipeline.boundary import (
     gradient_specs,
 )
 from megackpt.pipeline.errors import Progress
-from megackpt.pipeline.p2p import Inbox, Link, Outbox
+from megackpt.pipeline.p2p import Inbox, Link, Message, Outbox
 from megackpt.pipeline.tape import NoTape, OpenTape, TapeLike
 from megackpt.plan.events import Event
+from megackpt.plan.machine import needed_before
 from megackpt.plan.schedule import Action, Generator, destination, forward_part, one_f_one_b, source
 
 StageForward = Callable[[int, int, tuple[Tensor, ...]], tuple[Tensor, ...] | StageResult]
@@ -95,7 +96,8 @@ class Executor:
         self.deferred = deferred
         self.progress: Progress | None = None
         """Of the run that is going on, or that failed."""
-        self._connected = False
+        self._connected: set[str] = set()  # directions
+        self._needs: dict[tuple[int, bool], dict[Action, int]] = {}
         self._unfinished = False
 
     def run(
@@ -120,8 +122,7 @@ class Executor:
         self.progress = progress = Progress(self.mesh.rank, pp.index, pp.size)
         run = _Run(self, progress, actions, forward_only, events, self.deferred if splits else None)
         try:
-            run.open(connect=not self._connected)
-            self._connected = True
+            run.open(self._connected, self._needed(micro_batches, forward_only))
             with torch.set_grad_enabled(not forward_only):
                 for action in actions:
                     run.step(action)
@@ -133,6 +134,15 @@ class Executor:
             run.abandon()
         self.progress = None
         return [run.reports[m] for m in sorted(run.reports)]
+
+    def _needed(self, micro_batches: int, forward_only: bool) -> dict[Action, int]:
+        """What the messages of such a run need of this stage; kept, since runs repeat."""
+        pp, key = self.mesh.pp, (micro_batches, forward_only)
+        if key not in self._needs:
+            lists = [self.schedule(pp.size, stage, micro_batches) for stage in range(pp.size)]
+            lists = [forward_part(actions) for actions in lists] if forward_only else lists
+            self._needs[key] = needed_before(lists, pp.index)
+        return self._needs[key]
 
 
 @dataclass(slots=True)
@@ -163,30 +173,38 @@ class _Run:
         self.last_backwards = set({a.chunk: a for a in actions if a.kind == "B"}.values())
         self.reports: dict[int, dict[str, Tensor]] = {}
         self.flights: dict[tuple[int, int], _Flight] = {}
-        self.expected: dict[str, list[tuple[Action, Boundary]]] = {}
         self.inboxes: dict[str, Inbox] = {}
         self.outboxes: dict[str, Outbox] = {}
         self.previous: Action | None = None
+        self.over = 0  # actions
         self.wait_s = 0.0
         self.sent_bytes = self.received_bytes = 0
 
     # -- exchange --------------------------------------------------------------------------------------
 
-    def open(self, connect: bool) -> None:
-        """Links to the neighbours that messages come from or go to, and the first receive of each kind posted."""
-        incoming, outgoing = {}, {}
+    def open(self, connected: set[str], needs: Mapping[Action, int]) -> None:
+        """Links to the neighbours that messages come from or go to, and the receives posted that need nothing of this
+        rank. `connected`: the directions that have carried messages already; extended."""
+        incoming, outgoing, fresh = {}, {}, set()
         for kind in ("F", "B"):
             mine = [action for action in self.actions if action.kind == kind]
-            messages = [(action, self._expected(action)) for action in mine if self._source(action) is not None]
+            messages = [Message(a, self._expected(a), needs[a]) for a in mine if self._source(a) is not None]
             if messages:
-                incoming[kind] = self._link(kind, 1 if kind == "B" else -1)
-                self.expected[kind] = messages
+                link = self._link(kind, 1 if kind == "B" else -1)
+                incoming[kind], self.inboxes[kind] = link, Inbox(link, messages)
             if any(self._destination(action) is not None for action in mine):
-                outgoing[kind] = self._link(kind, -1 if kind == "B" else 1)
-        if connect:
-            _connect(self.progress, incoming, outgoing)
-        self.outboxes = {kind: Outbox(link) for kind, link in outgoing.items()}
-        self.inboxes = {kind: Inbox(link, self.expected[kind]) for kind, link in incoming.items()}
+                outgoing[kind] = link = self._link(kind, -1 if kind == "B" else 1)
+                self.outboxes[kind] = Outbox(link)
+            if mine and kind not in connected:
+                fresh.add(kind)
+        _connect(self.progress, incoming, outgoing, fresh)
+        connected |= fresh
+        self.post()
+
+    def post(self) -> None:
+        """Post for the messages that can exist by now."""
+        for inbox in self.inboxes.values():
+            inbox.post(self.over)
 
     def _source(self, action: Action) -> tuple[int, Action] | None:
         pp = self.owner.mesh.pp
@@ -217,7 +235,7 @@ class _Run:
         for outbox in self.outboxes.values():
             outbox.settle(but=self.previous if self.owner.overlap else None)
         comes = self._source(action) is not None
-        tensors = self.inboxes[action.kind].receive(action) if comes else ()
+        tensors = self.inboxes[action.kind].receive(action, self.over) if comes else ()
         self.wait_s = time.perf_counter() - start
         self.received_bytes = sum(tensor.nbytes for tensor in tensors)
         return tensors
@@ -248,6 +266,8 @@ class _Run:
             )  # fmt: skip
         self.progress.complete(action)
         self.previous = action
+        self.over += 1
+        self.post()
 
     def forward(self, action: Action) -> None:
         received = self.receive(action)
@@ -341,15 +361,15 @@ def _key(action: Action) -> tuple[int, int]:
     return action.micro_batch, action.chunk
 
 
-def _connect(progress: Progress, incoming: dict[str, Link], outgoing: dict[str, Link]) -> None:
-    """Pass one byte along every link: NCCL makes the communicator of a pair at its first message, and both ends
-    wait.
+def _connect(progress: Progress, incoming: dict[str, Link], outgoing: dict[str, Link], kinds: set[str]) -> None:
+    """Pass one byte along every link of these kinds: NCCL makes the communicator of a pair at its first message, and
+    both ends wait.
 
     Later a receive is posted long before its message can exist; the first one must not be. The links that close
     the ring come last, so that each chain has an end to begin at. gloo is connected already.
     """
     for wraps in (False, True):
-        for kind in ("F", "B"):
+        for kind in sorted(kinds, reverse=True):  # F, B
             for verb, links in (("recv", incoming), ("send", outgoing)):
                 link = links.get(kind)
                 if link is None or link.wraps != wraps or not link.stream_ordered:

@@ -3,8 +3,13 @@ end.
 
 Forward and backward messages use groups of their own, so crossing sends never queue behind each other in one
 communicator. Within a link both ends call in the order of the schedule: one isend per tensor here, one irecv
-per tensor there. The receiver always has the next message posted, so a sender never waits for the receiver's
-computation to end unless it runs two messages ahead.
+per tensor there. The receiver posts for the next message as soon as that can exist, so a sender never waits for the
+receiver's computation to end unless it runs two messages ahead.
+
+No sooner, because a receive posted with NCCL is a kernel that occupies its part of the GPU until the message is there,
+and CUDA does not promise that anything else gets past it: loading a kernel at its first launch, allocating or freeing
+memory, making a communicator may all wait for what runs. If the message needed something that this rank has still to
+do, neither would ever happen. So a posted receive needs nothing more of its own rank (`plan.machine.needed_before`).
 
 gloo blocks the host until a transfer is done, and so carries the time-out itself. NCCL orders transfers on
 the stream: waiting costs the host nothing, and `finish` looks at the end of a run whether they all came
@@ -15,7 +20,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
@@ -114,30 +120,41 @@ class Outbox:
         self._link.finish()
 
 
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What `action` takes; it cannot exist before `needs` actions of this rank are over."""
+
+    action: Action
+    boundary: Boundary
+    needs: int = 0
+
+
 class Inbox:
-    """Messages to come, in the order of the schedule; the next one is always posted."""
+    """Messages to come, in the order of the schedule; the next one is posted as soon as it can exist."""
 
-    def __init__(self, link: Link, expected: Sequence[tuple[Action, Boundary]]) -> None:
+    def __init__(self, link: Link, expected: Sequence[Message]) -> None:
         self._link = link
-        self._expected: Iterator[tuple[Action, Boundary]] = iter(expected)
+        self._expected = deque(expected)
         self._posted: tuple[Action, list[Tensor], list[dist.Work | None]] | None = None
-        self._post()
 
-    def receive(self, action: Action) -> tuple[Tensor, ...]:
-        """The message that `action` needs: fresh tensors on the device. Posts the next one first."""
+    def receive(self, action: Action, over: int) -> tuple[Tensor, ...]:
+        """The message that `action` needs: fresh tensors on the device. Posts the next one before it returns; `over`:
+        see `post`.
+        """
         if self._posted is None or self._posted[0] != action:
             raise RuntimeError(f"{action} asks for a message out of the schedule's order")
         _, tensors, works = self._posted
         self._link.wait("recv", action, works)
-        self._post()
+        self._posted = None
+        self.post(over)
         return tuple(tensor.to(self._link.device) for tensor in tensors)
 
-    def _post(self) -> None:
-        following = next(self._expected, None)
-        self._posted = None
-        if following is None:
+    def post(self, over: int) -> None:
+        """Post for the next message, if none is posted for and `over` actions of this rank are all that it needs."""
+        if self._posted is not None or not self._expected or self._expected[0].needs > over:
             return
-        action, boundary = following
+        message = self._expected.popleft()
+        action, boundary = message.action, message.boundary
         self._link.progress.enter("recv", action, self._link.peer_rank)
         tensors = [spec.empty(self._link.carrier) for spec in boundary]
         self._posted = (action, tensors, [self._link.irecv(tensor) for tensor in tensors])

@@ -2,7 +2,8 @@
 
 It runs one list of actions per stage with the executor's rules of exchange:
 
-* a stage posts ONE receive ahead per channel: the next one, as soon as the last one was taken;
+* a stage posts ONE receive ahead per channel: the next one, as soon as the last one was taken (the executor waits until
+  the message can exist, see `needed_before`: before that nobody could make use of it);
 * a message leaves its sender when the receiver has posted for it (rendezvous, as gloo does it);
 * a stage starts to compute only when its messages have left; with `overlap` the one of the action just before may
   still be leaving.
@@ -60,6 +61,28 @@ def check_schedule(lists: Lists, overlap: bool = False) -> list[int]:
     waits for what).
     """
     return [stage.peak for stage in _run(lists, overlap)]
+
+
+def needed_before(lists: Lists, stage: int) -> dict[Action, int]:
+    """For each action of `stage` that takes a message: how many actions of `stage` must be over before that message can
+    be made, by the order of all lists. A message that no list makes needs none.
+    """
+    chunks = 1 + max(action.chunk for actions in lists for action in actions)
+    needs: list[dict[Action, int]] = [{} for _ in lists]
+    needs[stage] = {action: place + 1 for place, action in enumerate(lists[stage])}
+    most, moved = [0] * len(lists), True
+    while moved:
+        moved = False
+        for other, actions in enumerate(lists):
+            for action in actions[len(needs[other]) :]:
+                origin = source(action, other, len(lists), chunks)
+                found = 0 if origin is None else needs[origin[0]].get(origin[1])
+                if found is None:
+                    break
+                most[other] = needs[other][action] = max(most[other], found)
+                moved = True
+    origins = {action: source(action, stage, len(lists), chunks) for action in lists[stage]}
+    return {action: needs[origin[0]].get(origin[1], 0) for action, origin in origins.items() if origin is not None}
 
 
 def clock_table(lists: Lists) -> str:

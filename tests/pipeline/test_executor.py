@@ -239,11 +239,12 @@ def log_transfers(rank: int, stages: int, micro_batches: int, overlap: bool) -> 
 
 
 def test_messages_are_posted_early_and_waited_for_late() -> None:
-    """Three micro-batches on two stages.  The next receive is posted before the one at hand is used; a send is waited
-    for only when the action after it has been computed."""
+    """Three micro-batches on two stages.  A receive is posted as soon as its message can exist, the first gradient's
+    when the forward that it comes from is sent; later ones before the one at hand is used.  A send is waited for only
+    when the action after it has been computed."""
     first, last = run_distributed(log_transfers, 2, 3, True)
     assert first == [
-        *("post 0", "F", "send 0", "F", "send 1"),
+        *("F", "send 0", "post 0", "F", "send 1"),
         *("wait send 0", "wait post 0", "post 1", "B"),
         *("wait send 1", "F", "send 2"),
         *("wait post 1", "post 2", "B"),
@@ -255,7 +256,41 @@ def test_messages_are_posted_early_and_waited_for_late() -> None:
         *("wait post 2", "F", "wait send 1", "B", "send 2", "wait send 2"),
     ]
     first, last = run_distributed(log_transfers, 2, 3, False)
-    assert first[:8] == ["post 0", "F", "send 0", "wait send 0", "F", "send 1", "wait send 1", "wait post 0"]
+    assert first[:8] == ["F", "send 0", "post 0", "wait send 0", "F", "send 1", "wait send 1", "wait post 0"]
+
+
+def log_handshakes(rank: int, stages: int) -> list[list[str]]:
+    """Sizes and directions of all messages of an evaluation, a training run and another, as NCCL would see them."""
+    real_backend, real_send, real_receive = dist.get_backend, dist.isend, dist.irecv
+    log: list[str] = []
+
+    def isend(tensor: Tensor, **kwargs: Any) -> dist.Work:
+        log.append(f"send {tensor.nbytes}")
+        return real_send(tensor, **kwargs)
+
+    def irecv(tensor: Tensor, **kwargs: Any) -> dist.Work:
+        log.append(f"post {tensor.nbytes}")
+        return real_receive(tensor, **kwargs)
+
+    executor = Executor(pipeline_mesh(stages), Stage(rank, stages, 1), boundary_specs(rank, stages, (SPEC,)))
+    dist.get_backend, dist.isend, dist.irecv = lambda group: "nccl", isend, irecv  # type: ignore[assignment]
+    found = []
+    try:
+        for forward_only in (True, False, False):
+            executor.run(1, forward_only=forward_only)
+            found.append(log.copy())
+            log.clear()
+    finally:
+        dist.get_backend, dist.isend, dist.irecv = real_backend, real_send, real_receive
+    return found
+
+
+def test_every_direction_is_opened_with_one_byte_before_it_is_needed() -> None:
+    """Also where an evaluation comes before the first backward: its links are not those of the gradients."""
+    first, last = run_distributed(log_handshakes, 2)
+    send, post = f"send {SPEC.nbytes}", f"post {SPEC.nbytes}"
+    assert first == [["send 1", send], ["post 1", send, post], [send, post]]
+    assert last == [["post 1", post], ["send 1", post, send], [post, send]]
 
 
 # -- size ------------------------------------------------------------------------------------------------------------

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 
-from megackpt.plan.machine import ScheduleError, check_schedule, clock_table
+from megackpt.plan.machine import ScheduleError, _Machine, check_schedule, clock_table, needed_before
 from megackpt.plan.schedule import (
     Action,
     destination,
@@ -18,6 +19,7 @@ from megackpt.plan.schedule import (
     interleaved,
     one_f_one_b,
     parse_actions,
+    schedule_lists,
     source,
     zero_bubble,
 )
@@ -65,6 +67,51 @@ def test_every_schedule_runs_and_holds_what_it_should(generator: object) -> None
             for overlap in (False, True):
                 assert check_schedule(lists, overlap) == expected
             assert check_schedule([forward_part(actions) for actions in lists]) == [0] * stages
+
+
+def test_a_receive_is_posted_no_sooner_than_its_message_can_exist() -> None:
+    """Stage 0 of three: stage 1 makes its gradients after its second, third and
+    fourth forward, and the last when it has no forward left to do."""
+    lists = schedule_lists("1f1b", 3, 4)
+    assert needed_before(lists, 0) == dict(zip(words("B0 B1 B2 B3"), (2, 3, 5, 5), strict=True))
+    assert needed_before(lists, 1) == dict(
+        zip(words("F0 F1 F2 F3 B0 B1 B2 B3"), (0, 0, 0, 3, 1, 2, 4, 6), strict=True)
+    )
+    assert needed_before(schedule_lists("gpipe", 2, 3), 0) == dict.fromkeys(words("B0 B1 B2"), 3)
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("1f1b", 1), ("gpipe", 1), ("zb-h1", 1), ("interleaved", 2)])
+def test_a_message_needs_what_it_needs_and_no_more(name: str, chunks: int) -> None:
+    """On the machine, which knows messages and order only: a stage that stops where it posts for a message gets it,
+    however long sends wait for their receivers; one that stops an action sooner than needed never does."""
+
+    def run(machine: _Machine, stage: int, stopped: bool) -> None:
+        while any(machine._advance(index) for index in range(len(machine.stages)) if not (stopped and index == stage)):
+            pass
+
+    def arrives(lists: list[list[Action]], stage: int, over: int, wanted: Action, taken: Action | None) -> bool:
+        machine = _Machine(lists, True)
+        machine.stages[stage].actions = lists[stage][:over]
+        run(machine, stage, False)
+        if taken is not None:
+            machine.stages[stage].actions = lists[stage]
+            assert machine._receive(stage, taken)
+            run(machine, stage, True)
+        into = [c for (kind, _, to), c in machine.channels.items() if (kind, to) == (wanted.kind, stage)]
+        return any(wanted in channel.sent for channel in into)
+
+    for stages, micro_batches in itertools.product((2, 3, 4), (1, 2, 3, 5)):
+        lists = schedule_lists(name, stages, micro_batches, chunks)
+        for stage, actions in enumerate(lists):
+            last: dict[str, Action] = {}  # taken, of each kind: one receive is posted after the other
+            for message, needed in needed_before(lists, stage).items():
+                before = last.get(message.kind)
+                place = -1 if before is None else actions.index(before)
+                over, taken = (needed, None) if place < needed else (place, before)
+                assert over <= actions.index(message)
+                assert arrives(lists, stage, over, message, taken)
+                assert needed == 0 or not arrives(lists, stage, needed - 1, message, None)
+                last[message.kind] = message
 
 
 @pytest.mark.parametrize("generator", [gpipe, one_f_one_b])
