@@ -127,7 +127,7 @@ def _run(
     import torch
 
     from megackpt.mesh.device import DeviceSeam
-    from megackpt.mesh.rendezvous import init_process_group, shutdown
+    from megackpt.mesh.rendezvous import init_process_group, leave_broken, shutdown
     from megackpt.persist import CheckpointError
     from megackpt.train.generate import load_generator
 
@@ -140,6 +140,11 @@ def _run(
             generator = load_generator(own.load, parallel, seam, iteration=own.iteration, data=data)
             for prompt in own.prompt:
                 _answer(generator, prompt, own.num_tokens, sampling, quiet=launch.rank != 0)
+        except (UsageError, CheckpointError):  # of all ranks
+            raise
+        except Exception as error:
+            leave_broken(error)
+            raise
         finally:
             shutdown()
     except (UsageError, CheckpointError) as error:

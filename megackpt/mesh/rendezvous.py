@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import sys
+import traceback
 import warnings
 from datetime import timedelta
 
@@ -44,3 +47,20 @@ def shutdown() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
         gc.collect()
+
+
+def leave_broken(error: BaseException | None = None) -> None:
+    """Call where this rank fails and the others do not, before anything is cleaned up.  Returns where it need not act.
+
+    NCCL's groups are only destroyed, in `shutdown` and by the interpreter at its end, when all that was started has
+    come to an end; what waits for a peer, or a peer for us, never does, and then no traceback is printed and the
+    launcher never hears of the failure.  So a process of such a group prints the traceback of `error`, if that is for
+    the user, and ends here.  gloo's groups end with the process.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1 or dist.get_backend() != "nccl":
+        return
+    if error is not None:
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)

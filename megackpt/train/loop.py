@@ -23,7 +23,7 @@ from megackpt.mesh.board import Board
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.mesh.process_mesh import ProcessMesh
-from megackpt.mesh.rendezvous import init_process_group, shutdown
+from megackpt.mesh.rendezvous import init_process_group, leave_broken, shutdown
 from megackpt.observe.memory_tracker import ActivationPeak
 from megackpt.observe.timeline import TimelineRecorder
 from megackpt.persist import CheckpointError, claimed, coordination_group
@@ -75,14 +75,18 @@ def _watched(config: RunConfig, seam: DeviceSeam, board: Board, began: float) ->
         raise
     except PipelineError as error:
         board.failed(str(error), f"it failed ({error.action or 'start'})")
-        if error.peer is None:  # this rank's own fault, which a traceback explains
+        own = error.peer is None  # this rank's own fault, which a traceback explains
+        leave_broken(error if own else None)
+        if own:
             raise
         return 1
     except CollectiveError as error:
         board.failed(str(error), "its collective failed")
+        leave_broken()
         return 1
     except Exception as error:
         board.failed(f"{board.place}: {type(error).__name__}: {error}", f"it failed ({type(error).__name__})")
+        leave_broken(error)
         raise
     return 0
 
