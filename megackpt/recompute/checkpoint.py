@@ -60,7 +60,8 @@ def checkpoint(
     ``function`` must do the same again in backward.  Random numbers (torch's own, generators and streams among the
     arguments, streams of the tape) and BatchNorm's statistics are seen to; other state that it changes while it runs
     (vectors of a spectral norm, the executor of a TorchScript function before it has settled) is not, and gives other
-    gradients: under a tape with ``verify=True`` such a replay is an error that names the cause.
+    gradients: under a tape with ``verify=True`` such a replay is an error that names the cause.  Parameters that
+    ``torch.func.functional_call`` puts in the place of a module's go in as arguments, with it as the function.
 
     ``preserve_rng_state``: False saves looking at the random state; the replay then draws other numbers, on.
     ``context_fn``: returns two contexts, entered around the forward and around the replay

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from megackpt.recompute.call import tensors_of
-from megackpt.recompute.handle import Box, Internal, Kept, Meta, ReplayError, View, meta_of
+from megackpt.recompute.handle import Box, Internal, Kept, Meta, ReplayError, View, is_parameter, meta_of
 from megackpt.recompute.span import Span, Tail
 
 if TYPE_CHECKING:
@@ -62,6 +62,8 @@ class Collector:
             if isinstance(value, Tensor):
                 if (value.shape, value.dtype, value.device) != slot.meta:
                     raise _unlike(slot.where, "saved tensor", number, meta_of(value), slot.meta)
+                if is_parameter(value):
+                    raise _replaced(slot.where, number)
                 if value._version != slot.version:
                     raise Unsure
                 value = value.detach()  # without the graph that this replay builds
@@ -108,6 +110,8 @@ class ReplayFrame:
         if slot is not None:
             if self.watched or (tensor.shape, tensor.dtype, tensor.device) != slot.meta:
                 self.check("saved tensor", count, tensor, slot.meta)
+            if is_parameter(tensor):
+                raise _replaced(self.where, count)
             slot.version = tensor._version
             slot.value = tensor.detach()  # without the graph that this replay builds
         self.count = count = count + 1
@@ -161,6 +165,15 @@ def _miscounted(record: Record, count: int) -> ReplayError:
     return ReplayError(
         f"replay of {whole} saved {count} tensors for backward, its forward {record.packs}: the step is not a pure "
         f"function of its arguments"
+    )
+
+
+def _replaced(where: str, number: int) -> ReplayError:
+    """The forward keeps every parameter, so what a slot waits for was none."""
+    return ReplayError(
+        f"replay of {where}: saved tensor {number} is a parameter, in forward it was a tensor in its place "
+        f"(functional_call?), which is gone now: give such tensors as arguments, as in "
+        f"checkpoint(torch.func.functional_call, module, parameters, args)"
     )
 
 

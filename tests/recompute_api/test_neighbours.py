@@ -10,7 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from megackpt.recompute import Tape, apply, checkpoint, save_nothing, save_only_these_names, sequential, step
+from megackpt.recompute import (
+    ReplayError,
+    Tape,
+    apply,
+    checkpoint,
+    save_nothing,
+    save_only_these_names,
+    sequential,
+    step,
+)
 from tests.pool import run_distributed
 from tests.recompute_api.oracle import assert_same, by_torch, outcome, plainly
 
@@ -262,6 +271,33 @@ def test_anomaly_mode_and_accumulation() -> None:
         return call(block, torch.full((4, 8), 2.0)).pow(2).sum()
 
     assert_same(loss, list(block.parameters()))
+
+
+def test_parameters_that_functional_call_gives() -> None:
+    """They are gone when the replay runs, which would use the module's own without a word.  As arguments they are as
+    any other, through steps of an optimizer too that are differentiated themselves."""
+    torch.manual_seed(1)
+    block, x = Block(), torch.randn(4, 8, requires_grad=True)
+    block.drop.p = 0.0
+    doubled = {name: (2 * p.detach()).requires_grad_() for name, p in block.named_parameters()}
+    inside = nn.ModuleDict({"block": block})
+    inside.forward = lambda x: checkpoint(block, x)  # type: ignore[method-assign]
+    given = {f"block.{name}": p for name, p in doubled.items()}
+    with pytest.raises(ReplayError, match="is a parameter, in forward it was a tensor in its place"):
+        torch.func.functional_call(inside, given, (x,)).sum().backward()
+    with apply(save_nothing(), block), pytest.raises(ReplayError, match="is a parameter, in forward it was"):
+        torch.func.functional_call(block, doubled, (x,)).sum().backward()
+
+    def loss(call: Any) -> Tensor:
+        weights: dict[str, Tensor] = dict(block.named_parameters())
+        for _ in range(2):
+            inner = call(torch.func.functional_call, block, weights, (x,)).pow(2).sum()
+            steps = torch.autograd.grad(inner, list(weights.values()), create_graph=True)
+            weights = {name: w - 0.1 * g for (name, w), g in zip(weights.items(), steps, strict=True)}
+        outer: Tensor = call(torch.func.functional_call, block, weights, (x,)).pow(2).sum()
+        return outer
+
+    assert_same(loss, [x, *block.parameters()])
 
 
 def test_partial_gradients() -> None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from megackpt.plan import ChunkPlan, Decision, SaveSet
 from megackpt.plan.decision import REPLAY_ALL
 from megackpt.recompute import ReplayError, RngLedger, Stream, Tape, VerifyError, at, checkpoint, dropout, step
+from megackpt.recompute.trace import digest
 from megackpt.recompute.verify import DTYPE, KERNEL, RNG, STATE
 
 OUTPUTS = SaveSet({"last": Decision("keep", "replay")}, REPLAY_ALL)
@@ -186,3 +187,13 @@ def test_a_sound_run_is_left_alone(autocast: bool) -> None:
 
     plain, verified = run(ChunkPlan(), False), run(PLAN, True)
     assert all(torch.equal(a, b) for a, b in zip(plain, verified, strict=True))
+
+
+def test_a_single_element_of_any_stride() -> None:
+    """It counts as contiguous, and has a digest as any other: the labels of a loss that is computed token by token."""
+    ids = torch.arange(12).view(3, 4).t()[1:2]  # [1, 3], stride (1, 4)
+    x = torch.linspace(-1, 1, 8).requires_grad_()
+    with Tape(PLAN, verify=True):
+        loss = step("last", lambda a, i: (a[i] * a.sum()).exp().sum(), x, ids[:, 1:2].t())
+    loss.backward()
+    assert digest(ids) == digest(ids.contiguous()) and digest(ids[:, 1:2]) == digest(torch.tensor([5]))
