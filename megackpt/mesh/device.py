@@ -106,7 +106,7 @@ class DeviceSeam:
             raise UsageError(
                 f"--device cuda: this process is number {local_rank} on its machine, which has {count} CUDA"
                 f" devices; start at most {count} processes per machine"
-                + ("" if count else " or --device cpu")
+                + (", or let each see all of its devices (srun --gpu-bind=none)" if count else " or --device cpu")
             )
         torch.cuda.set_device(local_rank)
         return DeviceSeam("cuda", torch.device("cuda", local_rank), backend)
@@ -163,6 +163,11 @@ class DeviceSeam:
     def host_bytes(self, count: int) -> torch.Tensor:
         """Host memory of so many bytes that the device copies to and from without a detour."""
         return torch.empty(count, dtype=torch.uint8, pin_memory=self.kind == "cuda")
+
+    def bring(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of host memory on the device, queued like all other work: the plain copy would wait for the queue to
+        be empty, and the device then for the next call.  Pinned memory is not used again before it has been read."""
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.kind == "cuda" else tensor
 
     def event(self) -> Event:
         """A new mark on the current stream, to be recorded."""

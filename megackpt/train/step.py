@@ -29,6 +29,7 @@ from megackpt.plan.events import StepRecord
 from megackpt.plan.schedule import generator
 from megackpt.plan.slots import slots_of
 from megackpt.recompute import Tape
+from megackpt.recompute.tiers import HostTier
 from megackpt.train.build import Trainer
 from megackpt.train.seal import Seal
 
@@ -89,6 +90,9 @@ class Stepper:
 
     def _open_tape(self, chunk: int, micro_batch: int) -> Tape:
         trainer = self.trainer
+        for tier in trainer.tiers.values():
+            if isinstance(tier, HostTier):  # of one forward at a time tensors are on their way out
+                tier.settle()
         plan = trainer.plan.chunk(trainer.mesh.pp.index, chunk, self._slots[micro_batch, chunk])
         account = trainer.account if self.count_bytes else None
         label, verify = f"micro-batch {micro_batch}", trainer.config.recompute.verify
@@ -135,8 +139,7 @@ class Stepper:
         return self._on_device(next(self._batches))
 
     def _on_device(self, arrays: Batch) -> dict[str, Tensor]:
-        device = self.trainer.seam.device
-        return {name: torch.from_numpy(array).to(device) for name, array in arrays.items()}
+        return {name: self.trainer.seam.bring(torch.from_numpy(array)) for name, array in arrays.items()}
 
     # -- what the loop calls -------------------------------------------------------------------------------------
 

@@ -142,6 +142,16 @@ def test_an_internal_changed_between_two_saves() -> None:
         assert_same(lambda x: step("a", Twice.apply, x) * x, [X], plan(a=INTERNALS), tiers={"offload_host": tier})
 
 
+def test_what_is_settled_is_away() -> None:
+    with HostTier(SLOW) as tier:
+        tier.settle()
+        tickets = [tier.put(torch.full((size,), 1.5)) for size in (3, 5, 7)]
+        assert sum(ticket.held_bytes() for ticket in tickets[1:]) == 4 * (5 + 7)
+        tier.settle()
+        assert [ticket.held_bytes() for ticket in tickets] == [0, 0, 0]
+        assert [ticket.get().numel() for ticket in tickets] == [3, 5, 7]
+
+
 def test_second_backward_fetches_again() -> None:
     x = X.clone().requires_grad_()
     with HostTier() as tier:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
@@ -15,6 +17,7 @@ from megackpt.observe.log_line import format_bytes
 from megackpt.plan import Decision, Plan, SaveSet
 from megackpt.plan.decision import OFFLOAD_HOST, REPLAY, ChunkPlan
 from megackpt.plan.policies import full_layer
+from megackpt.recompute.tiers import HostTier
 from megackpt.train.foresight import foresee
 from megackpt.train.step import Stepper
 from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, built, steps
@@ -161,10 +164,11 @@ def test_full_keeps_less_than_selective_and_that_less_than_none() -> None:
     assert len(said) == 1
 
 
-def _offloaded(layers: int) -> Plan:
+def _offloaded(layers: int, stages: int = 1) -> Plan:
     """Every output that anybody saves, and every internal, waits in host memory."""
     away = SaveSet(default=Decision(output=OFFLOAD_HOST, internals=OFFLOAD_HOST))
-    return Plan(((ChunkPlan({f"layers.{i}": away for i in range(layers)}),),), "offload")
+    chunk = ChunkPlan({f"layers.{i}": away for i in range(layers)})
+    return Plan(((chunk,),) * stages, "offload")
 
 
 def _ten_steps(rank: int, world_size: int, flags: Flags, layout: Layout) -> list[float]:
@@ -180,3 +184,37 @@ def test_offload_under_tensor_parallelism_changes_nothing(sp: bool, tmp_path: Pa
     plain = run_distributed(_ten_steps, 2, flags, Layout(tp=2, sp=sp))
     away = run_distributed(_ten_steps, 2, flags | {"recompute-plan": str(path)}, Layout(tp=2, sp=sp))
     assert plain == away
+
+
+def _held_at_forwards(rank: int, world_size: int, flags: Flags, layout: Layout) -> list[tuple[int, int]]:
+    """At the start of each forward: how many tensors were sent away so far, and the bytes of them that still wait for
+    a writer who is slow."""
+    trainer = built(flags, layout)
+    tier, tickets, seen = trainer.tiers[OFFLOAD_HOST], [], []  # type: ignore[var-annotated]
+    assert isinstance(tier, HostTier)
+    tier._delay_s, put = 0.002, tier.put
+    stepper = Stepper(trainer)
+    forward = stepper.executor.stage_forward
+
+    def kept(base: Tensor) -> object:
+        tickets.append(put(base))
+        return tickets[-1]
+
+    def watched(*args: Any) -> Any:
+        seen.append((len(tickets), sum(ticket.held_bytes() for ticket in tickets)))
+        return forward(*args)
+
+    tier.put, stepper.executor.stage_forward = kept, watched  # type: ignore[method-assign,assignment]
+    steps(trainer, 1, stepper=stepper)
+    return seen
+
+
+def test_one_forward_at_a_time_has_tensors_on_their_way_out(tmp_path: Path) -> None:
+    """A stage whose forwards come one after the other would else hold what all of them sent away, for as long as
+    a GPU has not come to it.  The prediction counts one on its way out and one on its way back."""
+    path = tmp_path / "plan.json"
+    path.write_text(_offloaded(2, stages=2).dumps())
+    first, last = run_distributed(_held_at_forwards, 2, SMALL_GPT | {"recompute-plan": str(path)}, Layout(pp=2))
+    for seen in (first, last):
+        put = seen[1][0]
+        assert put > 5 and seen == [(0, 0), (put, 0)]

@@ -22,7 +22,7 @@ from megackpt.recompute.tiers.base import check_unchanged
 
 
 class _HostTicket:
-    __slots__ = ("_source", "_version", "_device", "_ready", "_copy", "_done", "_error")
+    __slots__ = ("_source", "_version", "_device", "_ready", "_copy", "done", "_error")
 
     def __init__(self, base: Tensor) -> None:
         self._source: Tensor | None = base  # keeps the storage alive until it is copied
@@ -32,7 +32,7 @@ class _HostTicket:
         self._ready: Any = None if stream is None else stream.record_event()
         self._copy: Tensor | None = None
         self._error: BaseException | None = None
-        self._done = threading.Event()
+        self.done = threading.Event()
 
     def write(self, copies: lanes.HostCopies) -> None:
         """The writer's part.  It never raises: an error waits for whoever asks."""
@@ -46,13 +46,13 @@ class _HostTicket:
             self._error = error
         finally:
             self._source = None
-            self._done.set()
+            self.done.set()
 
     def ahead(self) -> None:
         return None
 
     def get(self) -> Tensor:
-        self._done.wait()
+        self.done.wait()
         if self._error is not None:
             raise RuntimeError(f"moving a kept tensor to host memory failed: {self._error}") from self._error
         assert self._copy is not None
@@ -65,18 +65,28 @@ class _HostTicket:
 
 
 class HostTier:
-    """``delay_s`` makes the writer wait before each copy.  Use as a context manager, or :meth:`close` it."""
+    """``delay_s`` makes the writer wait before each copy.  Use as a context manager, or :meth:`close` it.
+
+    A GPU runs behind the calls that fill its queue, and what it has not reached is not copied yet: :meth:`settle`, now
+    and then, bounds the bytes that wait for that."""
 
     def __init__(self, delay_s: float = 0.0) -> None:
         self._delay_s = delay_s
         self._queue: queue.SimpleQueue[_HostTicket | None] = queue.SimpleQueue()
+        self._last: threading.Event | None = None
         self._thread = threading.Thread(target=self._work, name="host tier", daemon=True)
         self._thread.start()
 
     def put(self, base: Tensor) -> _HostTicket:
         ticket = _HostTicket(base)
+        self._last = ticket.done
         self._queue.put(ticket)
         return ticket
+
+    def settle(self) -> None:
+        """Wait until all that was put is away."""
+        if self._last is not None:
+            self._last.wait()
 
     def _work(self) -> None:
         torch.set_num_threads(1)
