@@ -2,7 +2,9 @@
 #   docker build -t megackpt .                                on NVIDIA's PyTorch image, with its torch as it is
 #   docker build -t megackpt:cpu --build-arg VARIANT=cpu .    on plain Python, with the lock file's torch
 # Run it with   docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 megackpt bash
-# (processes of one node share memory through /dev/shm, and NCCL pins some: hence --ipc and memlock).
+# (processes of one node share memory through /dev/shm, and NCCL pins some: hence --ipc and memlock). Several nodes also
+# need   --network host --device /dev/infiniband   and results outlive the container with   -v DIR:/runs   where DIR may
+# be written by user 10001, or by the one whom --user "$(id -u)" names.
 ARG VARIANT=gpu
 ARG GPU_BASE=nvcr.io/nvidia/pytorch:26.05-py3
 ARG CPU_BASE=python:3.11-slim-bookworm
@@ -10,10 +12,12 @@ ARG CPU_BASE=python:3.11-slim-bookworm
 FROM ${GPU_BASE} AS gpu
 COPY requirements.lock /tmp/requirements.lock
 # torch, numpy and what they need come with the image, built for its CUDA: --no-deps leaves them alone, and the
-# comparison makes sure of it.
+# comparison makes sure of it. What else is there stays too, and only what is missing is installed: the image pins all
+# that it was made with in a file that PIP_CONSTRAINT names, and pip refuses other versions.
 RUN python -c 'import torch; print(torch.__version__)' > /tmp/torch-of-image \
-    && grep -E '^(PyYAML|regex|safetensors|sentencepiece|tiktoken|tokenizers|zstandard)==' /tmp/requirements.lock > /tmp/requirements.txt \
-    && pip install --no-cache-dir --no-deps -r /tmp/requirements.txt \
+    && grep -E '^(PyYAML|regex|safetensors|sentencepiece|tiktoken|tokenizers|zstandard)==' /tmp/requirements.lock > /tmp/pins \
+    && while read -r pin; do pip show --quiet "${pin%%==*}" || echo "$pin"; done < /tmp/pins > /tmp/requirements.txt \
+    && PIP_CONSTRAINT='' pip install --no-cache-dir --no-deps -r /tmp/requirements.txt \
     && test "$(python -c 'import torch; print(torch.__version__)')" = "$(cat /tmp/torch-of-image)"
 
 FROM ${CPU_BASE} AS cpu

@@ -174,7 +174,7 @@ def flags(arguments: list[str]) -> list[str]:
 
 
 def test_torchrun_per_node(tmp_path: Path) -> None:
-    run_the_task = 'shift 2; exec "$@"'  # what is left after srun's own two options
+    run_the_task = 'shift 3; exec "$@"'  # what is left after srun's own three options
     assert slurm(tmp_path, "torchrun.sbatch", run_the_task).wait(30) == 0
     arguments = (tmp_path / "torchrun").read_text().splitlines()
     launch = arguments[:arguments.index("pretrain_gpt.py")]

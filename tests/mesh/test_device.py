@@ -19,6 +19,8 @@ def test_cpu_seam() -> None:
     seam = DeviceSeam.create("cpu")
     assert (seam.kind, seam.device, seam.backend) == ("cpu", torch.device("cpu"), "gloo")
     seam.synchronize()
+    batch = torch.arange(3)
+    assert seam.bring(batch) is batch
     seam.reset_peak()
     assert seam.peak_bytes() is seam.allocated_bytes() is seam.total_bytes() is None
     assert seam.current_stream() is seam.side_stream() is None
@@ -37,7 +39,7 @@ def test_events_measure_time() -> None:
     assert 20 <= end.milliseconds_since(start) < 2000
 
 
-def test_refusals() -> None:
+def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="nccl needs CUDA devices"):
         DeviceSeam.create("cpu", backend="nccl")
     with pytest.raises(UsageError, match="--device tpu: choose cpu or cuda"):
@@ -47,6 +49,9 @@ def test_refusals() -> None:
     count = torch.cuda.device_count()
     with pytest.raises(UsageError, match=f"which has {count} CUDA devices; start at most {count} processes"):
         DeviceSeam.create("cuda", local_rank=count)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # Slurm may give each task a device of its own
+    with pytest.raises(UsageError, match=r"number 3 .* at most 1 processes per machine, or let each see all of its"):
+        DeviceSeam.create("cuda", local_rank=3)
 
 
 @pytest.mark.gpu

@@ -167,8 +167,9 @@ def test_full_keeps_less_than_selective_and_that_less_than_none() -> None:
 def _offloaded(layers: int, stages: int = 1) -> Plan:
     """Every output that anybody saves, and every internal, waits in host memory."""
     away = SaveSet(default=Decision(output=OFFLOAD_HOST, internals=OFFLOAD_HOST))
-    chunk = ChunkPlan({f"layers.{i}": away for i in range(layers)})
-    return Plan(((chunk,),) * stages, "offload")
+    cuts = [stage * layers // stages for stage in range(stages + 1)]
+    own = [range(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return Plan(tuple((ChunkPlan({f"layers.{i}": away for i in numbers}),) for numbers in own), "offload")
 
 
 def _ten_steps(rank: int, world_size: int, flags: Flags, layout: Layout) -> list[float]:
