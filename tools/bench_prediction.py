@@ -4,60 +4,69 @@
     python tools/bench_prediction.py --machine machine.json
     python tools/bench_prediction.py --machine machine.json --only "hidden 256"
 
-Each case is planned with the flags that are then trained with, by torchrun, one thread per rank.  Measured is the
-median iteration after the first ones.  A second table has what replay costs: the time of a run with full recompute
-over that of the same run without.  Needs no GPU; about four minutes.
+Each model is planned in every layout, without recompute and with full, and trained on as many processes of one thread.
+A run changes its plan every few steps (no bit of the weights changes by it), so that both plans meet the same machine;
+measured is the median step of each.  A second table has what replay costs: a step with it over one without.  Needs no
+GPU; about five minutes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
 import sys
-import tempfile
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # runs from a clone, installed or not
 
 from megackpt.cli.plan import read_own  # noqa: E402
 from megackpt.cli.plan_inputs import read_inputs  # noqa: E402
+from megackpt.config.parse import parse  # noqa: E402
+from megackpt.mesh.device import DeviceSeam  # noqa: E402
+from megackpt.observe.numbers import split_of  # noqa: E402
 from megackpt.plan.evaluate import Evaluator  # noqa: E402
-from tools.bench_common import machine, table, write_json  # noqa: E402
+from megackpt.train.build import build, build_plan  # noqa: E402
+from megackpt.train.loop import loader  # noqa: E402
+from megackpt.train.step import Stepper  # noqa: E402
+from tools.bench_common import machine, on_ranks, table, write_json  # noqa: E402
 
 COMMON = "--vocab-size 509 --micro-batch-size 2 --global-batch-size 16 --hidden-dropout 0 --attention-dropout 0"
 LLAMA = (
     "--group-query-attention --num-query-groups 4 --position-embedding-type rope --normalization RMSNorm --swiglu"
     " --disable-bias-linear --untie-embeddings-and-output-weights"
 )
-FULL = "--recompute-granularity full"
+PLANS = {"none": "", "full": "--recompute-granularity full"}
+TRAINED = "--mock-data --num-workers 0 --lr 1e-4 --lr-decay-style constant --train-iters 1000000 --eval-iters 0"
+AT_ONCE = 4  # steps under one plan; the first does not count
+FIRST = 2  # rounds that do not count
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's flags, and how many iterations of it are trained (a quarter of them before any counts)."""
+    """A model's flags, and how often each plan of it has its turn."""
 
     flags: str
-    iterations: int
+    rounds: int
 
 
 MODELS = {
-    "T0": Model("--num-layers 4 --hidden-size 96 --num-attention-heads 8 --ffn-hidden-size 336 --seq-length 40", 60),
-    "hidden 256": Model("--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 64", 40),
+    "T0": Model("--num-layers 4 --hidden-size 96 --num-attention-heads 8 --ffn-hidden-size 336 --seq-length 40", 30),
+    "hidden 256": Model("--num-layers 4 --hidden-size 256 --num-attention-heads 8 --seq-length 64", 14),
     "Llama": Model(
         f"--num-layers 4 --hidden-size 128 --num-attention-heads 8 --ffn-hidden-size 352 --seq-length 96 {LLAMA}"
         " --micro-batch-size 1 --global-batch-size 12",
-        40,
+        18,
     ),
     "vocabulary 8192": Model(
         "--num-layers 6 --hidden-size 256 --num-attention-heads 8 --seq-length 256 --vocab-size 8192"
         " --untie-embeddings-and-output-weights",
-        8,
+        4,
     ),
 }
 LAYOUTS = {
@@ -66,86 +75,94 @@ LAYOUTS = {
     "pp 4": (4, "--pipeline-model-parallel-size 4"),
     "tp 2": (2, "--tensor-model-parallel-size 2"),
 }
-SINGLE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One model in one layout, with full recompute or without any."""
+    """One model in one layout."""
 
     model: str
     layout: str
-    full: bool
 
     @property
     def name(self) -> str:
-        return f"{self.model}, {self.layout}" + ", full" * self.full
+        return f"{self.model}, {self.layout}"
 
     @property
     def world(self) -> int:
         return LAYOUTS[self.layout][0]
 
-    @property
-    def words(self) -> list[str]:
-        flags = (COMMON, "--device cpu", MODELS[self.model].flags, LAYOUTS[self.layout][1], FULL * self.full)
+    def words(self, plan: str) -> list[str]:
+        flags = (COMMON, "--device cpu", MODELS[self.model].flags, LAYOUTS[self.layout][1], PLANS[plan])
         return " ".join(flags).split()
 
-    def predicted(self, machine_file: str) -> float:
-        own, words = read_own([*self.words, "--world-size", str(self.world), "--machine", machine_file])
+    def predicted(self, plan: str, machine_file: str) -> float:
+        own, words = read_own([*self.words(plan), "--world-size", str(self.world), "--machine", machine_file])
         inputs = read_inputs(own, words, {})
         return Evaluator(inputs.model, inputs.layout, inputs.machine)(inputs.plan).step_seconds
 
-    def measured(self) -> list[float]:
-        """Seconds of every iteration that counts."""
-        iterations = MODELS[self.model].iterations
-        with tempfile.TemporaryDirectory() as folder:
-            metrics = Path(folder, "metrics.jsonl")
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-            command += [str(self.world), str(ROOT / "pretrain_gpt.py"), *self.words, "--mock-data", "--lr", "1e-4"]
-            command += ["--lr-decay-style", "constant", "--train-iters", str(iterations), "--eval-iters", "0"]
-            command += ["--num-workers", "0", "--log-interval", "1", "--metrics-file", str(metrics)]
-            environment = {**os.environ, **SINGLE_THREAD, "PYTHONPATH": str(ROOT)}
-            subprocess.run(command, check=True, env=environment, cwd=folder, capture_output=True)
-            lines = [json.loads(line) for line in metrics.read_text().splitlines()]
-        return [line["iteration_time_s"] for line in lines if "lm_loss" in line][iterations // 4 :]
+    def measured(self) -> dict[str, list[float]]:
+        """Seconds of every step that counts, by plan."""
+        words = {plan: [*self.words(plan), *TRAINED.split()] for plan in PLANS}
+        found: dict[str, list[float]] = on_ranks(self.world, on_rank, words, self.world, MODELS[self.model].rounds)[0]
+        return found
+
+
+def on_rank(words: dict[str, list[str]], world: int, rounds: int) -> dict[str, list[float]]:
+    """One rank trains under the plans of all command lines in turns; the default group must exist."""
+    seam = DeviceSeam("cpu", torch.device("cpu"), "gloo")
+    configs = {plan: parse(line, {}, world) for plan, line in words.items()}
+    trainer = build(configs["none"], seam)
+    plans = {plan: build_plan(config, split_of(config)) for plan, config in configs.items()}
+    stepper, seconds = Stepper(trainer), {plan: list[float]() for plan in plans}
+    with loader(trainer, trainer.datasets.train, 0) as batches:
+        for turn in range(FIRST + rounds):
+            for name in plans if turn % 2 == 0 else reversed(plans):
+                stepper.trainer = replace(trainer, plan=plans[name])
+                for step in range(AT_ONCE):
+                    start = time.perf_counter()
+                    stepper.train(batches, 0)
+                    if turn >= FIRST and step:
+                        seconds[name].append(time.perf_counter() - start)
+    return seconds
 
 
 @dataclass(frozen=True)
 class Result:
-    """Of one case, in seconds."""
+    """Of one case, in seconds, by plan."""
 
     case: Case
-    predicted: float
-    measured: list[float]
+    predicted: dict[str, float]
+    measured: dict[str, list[float]]
 
     @property
-    def typical(self) -> float:
-        return statistics.median(self.measured)
+    def typical(self) -> dict[str, float]:
+        return {plan: statistics.median(seconds) for plan, seconds in self.measured.items()}
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """Full over none, as predicted and as measured."""
+        return self.predicted["full"] / self.predicted["none"], self.typical["full"] / self.typical["none"]
 
 
 def cases() -> list[Case]:
-    """Every model in every layout, without replay and with it."""
-    return [Case(model, layout, full) for model in MODELS for layout in LAYOUTS for full in (False, True)]
+    """Every model in every layout."""
+    return [Case(model, layout) for model in MODELS for layout in LAYOUTS]
 
 
 def report(results: Sequence[Result]) -> str:
     """Both tables."""
     rows = [
-        (r.case.name, f"{r.predicted * 1e3:.1f}", f"{r.typical * 1e3:.1f}", f"{min(r.measured) * 1e3:.1f}",
-         f"{r.predicted / r.typical - 1:+.0%}")
-        for r in results
+        (f"{r.case.name}, {plan}", f"{said * 1e3:.1f}", f"{r.typical[plan] * 1e3:.1f}",
+         f"{min(r.measured[plan]) * 1e3:.1f}", f"{said / r.typical[plan] - 1:+.0%}")
+        for r in results for plan, said in r.predicted.items()
     ]  # fmt: skip
-    text = table(("case", "predicted ms", "measured ms", "fastest ms", "off by"), rows)
-    kept = {(r.case.model, r.case.layout): r for r in results if not r.case.full}
-    ratios = []
-    for full in results:
-        if full.case.full and (none := kept.get((full.case.model, full.case.layout))):
-            said, seen = full.predicted / none.predicted, full.typical / none.typical
-            ratios.append((f"{full.case.model}, {full.case.layout}", f"{said:.3f}", f"{seen:.3f}",
-                           f"{100 * (said - seen):+.1f}"))  # fmt: skip
-    if ratios:
-        text += "\n\n" + table(("full over none", "predicted", "measured", "points"), ratios)
-    return text
+    ratios = [
+        (r.case.name, f"{said:.3f}", f"{seen:.3f}", f"{100 * (said - seen):+.1f}")
+        for r in results for said, seen in [r.ratios]
+    ]  # fmt: skip
+    times = table(("case", "predicted ms", "measured ms", "fastest ms", "off by"), rows)
+    return times + "\n\n" + table(("full over none", "predicted", "measured", "points"), ratios)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,10 +175,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for case in cases():
         if own.only not in case.name:
             continue
-        results.append(Result(case, case.predicted(own.machine), case.measured()))
-        got = results[-1]
-        said = f"{case.name}: predicted {got.predicted * 1e3:.1f} ms, measured {got.typical * 1e3:.1f} ms"
-        print(said, file=sys.stderr, flush=True)
+        result = Result(case, {plan: case.predicted(plan, own.machine) for plan in PLANS}, case.measured())
+        results.append(result)
+        for plan, said in result.predicted.items():
+            line = f"{case.name}, {plan}: predicted {said * 1e3:.1f} ms, measured {result.typical[plan] * 1e3:.1f} ms"
+            print(line, file=sys.stderr, flush=True)
     print(report(results))
     if own.json:
         rows = [{"case": r.case.name, "predicted_s": r.predicted, "measured_s": r.measured} for r in results]

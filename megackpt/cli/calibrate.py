@@ -60,7 +60,7 @@ def _calibrate(own: argparse.Namespace) -> None:
     import torch
 
     from megackpt.observe.calibrate import Figure, calibrate
-    from megackpt.train.host_times import with_layers
+    from megackpt.train.calibrated import with_training
 
     devices = torch.cuda.device_count()
     device = own.device or ("cuda" if devices else "cpu")
@@ -78,7 +78,7 @@ def _calibrate(own: argparse.Namespace) -> None:
     try:
         machine = calibrate(device, nproc, tell)
         if device == "cpu":
-            machine = with_layers(machine, tell)
+            machine = with_training(machine, nproc, tell)
     except RuntimeError as error:
         raise UsageError(f"this machine could not be measured: {error}.") from error
     data = machine.to_json() | ({"name": own.name} if own.name else {})

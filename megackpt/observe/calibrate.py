@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megackpt.observe.calibrate_ranks import Together, measure_together
 from megackpt.plan.accelerators import MIB, Machine
-from megackpt.plan.paces import Overheads
+from megackpt.plan.paces import Company, Overheads
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp64": torch.float64}
 CPU_SHAPES = ((96, 96, 288), (128, 256, 768), (256, 1024, 256), (512, 512, 512), (1024, 1024, 1024))
@@ -81,10 +81,8 @@ def calibrate(device: str, nproc: int, tell: Tell) -> Machine:
         latency_s=ranks.latency_s,
         op_seconds=operation,
         shared_rates=ranks.rates,
-        overheads=Overheads(
-            message_byte_s=ranks.message_byte_s,
-            message_latency_s=ranks.message_latency_s,
-        ),
+        overheads=Overheads(message_byte_s=ranks.message_byte_s),
+        companies=(Company(nproc, 1.0, 0.0, ranks.message_latency_s, ranks.latency_s),) if nproc > 1 else (),
         sources={name: how for name, how in sources.items() if device == "cpu" or name not in _CPU_ONLY},
     )
 
@@ -98,11 +96,12 @@ HOW = {
     "host_bytes_per_s": f"copy of {LINE_BYTES // MIB} MiB between host and device, the slower direction",
     "tp_bytes_per_s": "all-reduce of 4 MiB less its latency, bus bandwidth",
     "node_bytes_per_s": "message of 4 MiB between two ranks of this host; measure another host apart",
-    "latency_s": "all-reduce of 8 bytes; on a CPU what it adds to work before it",
+    "latency_s": "all-reduce of 8 bytes, the lowest tenth",
     "op_seconds": "host time per dispatched operation of a small layer, forward and backward",
     "shared_rates": "products and gelu at once on 1, 2, ... ranks: share of the cores x slowdown in processor time",
     "kernels": "processor seconds of every kind of step of small models of ours, fitted over three sizes",
-    "overheads": "small training steps less their layers, alone and on two stages; bytes of messages: swaps of 4 MiB",
+    "overheads": "small training steps less their layers; bytes of messages: swaps of 4 MiB",
+    "companies": "exchanges of 8 bytes; on a CPU what steps of stages and shards take more than their parts",
     "cores": "cores of the host over the ranks",
 }
 ALONE = "not measured with one rank: the memory's, without latency"

@@ -112,25 +112,16 @@ def _exchanges(rank: int, size: int, group: dist.ProcessGroup | None, where: tor
     small = _seconds(lambda: _ping(rank, tiny), SMALL, where) / 2
     host = where.type == "cpu"
     work = _Work(where)
-    busy = latency if not host else max(latency, work.beside(lambda: dist.all_reduce(tiny, group=group)).wall)
-    fixed, more = (work.beside(_Swap(rank, t)).processor if host else 0.0 for t in (tiny, large))
+    fixed, more = (work.between(_Swap(rank, t)) if host else 0.0 for t in (tiny, large))
     passed = 2 * BYTES * (size - 1) / size
     return Together(
         passed / max(whole - latency, whole / 2),  # on a busy host the small one may seem to take all of it
-        busy,
+        latency,
         BYTES / max(message - small, message / 2),
         small,
         max(0.0, more - fixed) / 2 / BYTES,  # a swap sends one and receives one
         (),
     )
-
-
-@dataclass(frozen=True)
-class _Beside:
-    """What an exchange adds to work on both of its sides."""
-
-    wall: float
-    processor: float  # of all threads of this rank
 
 
 class _Work:
@@ -145,24 +136,18 @@ class _Work:
         for _ in range(self.count):
             self.left @ self.right
 
-    def beside(self, exchange: Callable[[], object]) -> _Beside:
-        """Of so many exchanges, each between work."""
-        walls, alone, processors = [], [], []
+    def between(self, swap: _Swap) -> float:
+        """Processor seconds, of all threads of this rank, that a swap takes with work before and beside it."""
+        seconds = []
         for _ in range(BETWEEN):
-            marks = [(time.perf_counter(), time.process_time())]
+            start = time.process_time()
             self()
-            marks.append((time.perf_counter(), time.process_time()))
-            if isinstance(exchange, _Swap):
-                exchange.post()
+            alone = time.process_time()
+            swap.post()
             self()
-            exchange()
-            marks.append((time.perf_counter(), time.process_time()))
-            (w0, p0), (w1, p1), (w2, p2) = marks
-            walls.append(w2 - w1)
-            alone.append(w1 - w0)
-            processors.append((p2 - p1) - (p1 - p0))
-        wall = statistics.quantiles(walls, n=4)[0] - statistics.quantiles(alone, n=4)[0]
-        return _Beside(max(0.0, wall), max(0.0, statistics.median(processors)))
+            swap()
+            seconds.append((time.process_time() - alone) - (alone - start))
+        return max(0.0, statistics.median(seconds))
 
 
 def _seconds(work: Callable[[], object], count: int, where: torch.device) -> float:
@@ -174,7 +159,7 @@ def _seconds(work: Callable[[], object], count: int, where: torch.device) -> flo
         if where.type == "cuda":
             torch.cuda.synchronize(where)
         times.append(time.perf_counter() - start)
-    return statistics.quantiles(times[3:], n=10)[0]
+    return statistics.quantiles(times[3:], n=10, method="inclusive")[0]  # never below the fastest
 
 
 def _ping(rank: int, tensor: torch.Tensor) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megackpt.plan.paces import Kernel, Overheads
+from megackpt.plan.paces import Company, Kernel, Overheads
 
 GIB = 2**30
 MIB = 2**20
@@ -39,6 +39,7 @@ class Machine:
     shared_rates: tuple[float, ...] = ()  # of a rank while 1, 2, ... ranks of the host compute; (): cores of its own
     kernels: Mapping[str, Kernel] = field(default_factory=dict)  # measured, by kind of step; others by the roofline
     overheads: Overheads = field(default_factory=Overheads)
+    companies: tuple[Company, ...] = ()  # measured, by number of ranks; (): ranks only wait for the latency
     context_bytes: int = 0  # of the driver, outside the allocator
     communicator_bytes: int = 0  # per process group
     margin_bytes: int = 0  # fragmentation and what nobody counted
@@ -50,6 +51,8 @@ class Machine:
                 raise ValueError(f"{self.name}: {name} must be above 0, got {getattr(self, name)}")
         if not all(0 < rate <= 1 for rate in self.shared_rates):
             raise ValueError(f"{self.name}: shared_rates must be above 0 and at most 1, got {self.shared_rates}")
+        if list(self.companies) != sorted(self.companies, key=lambda company: company.ranks):
+            raise ValueError(f"{self.name}: companies must be in the order of their ranks, got {self.companies}")
         for name in ("gemm_fraction", "hbm_fraction", "core_fraction"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{self.name}: {name} must be above 0 and at most 1, got {getattr(self, name)}")
@@ -61,6 +64,13 @@ class Machine:
             return 1.0
         known = min(busy, len(self.shared_rates))
         return self.shared_rates[known - 1] * known / max(1, busy)
+
+    def company(self, ranks: int) -> Company:
+        """Of so many ranks on this host: as measured with so many, or the next smaller number, or the smallest.  A rank
+        alone has none."""
+        if ranks == 1 or not self.companies:
+            return Company(ranks, 1.0, 0.0, self.latency_s, self.latency_s)
+        return max((c for c in self.companies if c.ranks <= ranks), key=lambda c: c.ranks, default=self.companies[0])
 
     def flops_per_s(self, act_bytes: int) -> float:
         """Achievable in products of numbers of so many bytes.  Raises ValueError where no peak is known."""
@@ -78,7 +88,9 @@ class Machine:
         kernels = {kind: Kernel.from_json(row) for kind, row in data.get("kernels", {}).items()}
         overheads = Overheads(**data.get("overheads", {}))
         rates = tuple(data.get("shared_rates", ()))
-        return Machine(**{**data, "shared_rates": rates, "kernels": kernels, "overheads": overheads})
+        companies = tuple(Company(**row) for row in data.get("companies", ()))
+        made = {"shared_rates": rates, "kernels": kernels, "overheads": overheads, "companies": companies}
+        return Machine(**{**data, **made})
 
 
 def machine_named(name: str) -> Machine:

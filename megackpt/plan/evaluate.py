@@ -30,7 +30,7 @@ class Evaluator:
     def __init__(self, model: ModelNumbers, layout: Layout, machine: Machine, made: Profile | None = None) -> None:
         self.model, self.layout, self.machine = model, layout, machine
         self.made = profile(model, layout) if made is None else made
-        self.clock = StepClock(machine, layout.act_bytes, layout.t)
+        self.clock = StepClock(machine, layout.act_bytes, layout.t, layout.world)
         self.prices = EnginePrices(self.made, self.clock)
         self.lists = schedule_lists(layout.schedule, layout.p, layout.n, layout.v)
         self.short_lists = short_lists(layout)
@@ -42,11 +42,12 @@ class Evaluator:
 
     @cached_property
     def speed(self) -> Speed | None:
-        """Of a stage while several compute, where all ranks share one host's cores."""
-        if not self.machine.shared_rates:
+        """Of a stage while several compute, where all ranks share one host's cores and caches."""
+        slowdown = self.machine.company(self.layout.world).slowdown
+        if not self.machine.shared_rates and slowdown == 1:
             return None
         ranks = self.layout.t * self.layout.c * self.layout.d  # of a stage, which compute together
-        return lambda stages: self.machine.speed(stages * ranks)
+        return lambda stages: self.machine.speed(stages * ranks) / slowdown
 
     def __call__(self, plan: Plan, layout: Layout | None = None) -> Evaluation:
         """``layout``: the same with its layers divided otherwise."""

@@ -152,6 +152,11 @@ class Layout:
         return len(self.pieces[0])
 
     @property
+    def world(self) -> int:
+        """Ranks in all."""
+        return self.t * self.c * self.d * self.p
+
+    @property
     def splits_backward(self) -> bool:
         """Weight gradients are actions of their own."""
         return self.schedule == "zb-h1"

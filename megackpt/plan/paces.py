@@ -58,13 +58,31 @@ class Overheads:
     span_s: float = 0.0  # of a replay beside its steps: record, handles, rebuilding
     step_s: float = 0.0  # of an optimizer step beside its passes over the parameters
     parameter_s: float = 0.0  # per parameter: gradients zeroed, measured and clipped, weights updated; 0: by bytes
-    message_s: float = 0.0  # of a message between stages, for its sender and for its receiver
-    message_byte_s: float = 0.0  # per byte of it, for each
-    message_latency_s: float = 0.0  # from its sender to its receiver; 0: the machine's latency
+    message_byte_s: float = 0.0  # per byte of a message between stages, for its sender and for its receiver
 
     def __post_init__(self) -> None:
         if any(value < 0 for value in vars(self).values()):
             raise ValueError(f"overheads are seconds of 0 and more, got {self}")
+
+
+@dataclass(frozen=True)
+class Company:
+    """What it costs a rank that ``ranks`` run on its host, in the midst of a step.
+
+    Work takes more of a processor whose caches others use.  Exchanges take more than alone: a rank that waits sleeps
+    and must be woken and, where ranks are more than cores, be given one."""
+
+    ranks: int
+    slowdown: float  # processor seconds of work over those of a rank alone
+    message_s: float  # of a message between stages: of the processor, for its sender and for its receiver
+    message_latency_s: float  # of it, from its sender to its receiver
+    collective_s: float  # of a collective, beside its bytes
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1 or self.slowdown < 1:
+            raise ValueError(f"company is of one rank and more and slows down by a factor of 1 and more, got {self}")
+        if min(self.message_s, self.message_latency_s, self.collective_s) < 0:
+            raise ValueError(f"exchanges take 0 seconds and more, got {self}")
 
 
 def kernel_of(name: str, model: ModelNumbers, layout: Layout) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from megackpt.plan.accelerators import Machine
-from megackpt.plan.paces import Pace
+from megackpt.plan.paces import Company, Pace
 from megackpt.plan.profile import LayerProfile, StepCost
 from megackpt.plan.steps import DEFERRED, GATHERS
 
@@ -20,11 +20,12 @@ _PASSES = {None: 0, "all_gather": 1, "reduce_scatter": 1, "all_reduce": 2}
 
 @dataclass(frozen=True)
 class StepClock:
-    """Prices steps on ``machine``: ``t`` tensor-parallel ranks, numbers of ``act_bytes``."""
+    """Prices steps on ``machine``: ``t`` tensor-parallel ranks of a run of ``world``, numbers of ``act_bytes``."""
 
     machine: Machine
     act_bytes: int
     t: int = 1
+    world: int = 1
 
     def forward(self, step: StepCost) -> float:
         if step.seconds is not None:
@@ -58,12 +59,11 @@ class StepClock:
 
     def send(self, size: int) -> float:
         """A message of ``size`` bytes between stages on different nodes."""
-        latency = self.machine.overheads.message_latency_s or self.machine.latency_s
-        return latency + size / self.machine.node_bytes_per_s
+        return self._company.message_latency_s + size / self.machine.node_bytes_per_s
 
     def message(self, size: int) -> float:
         """What such a message takes of the processor of each of its ends."""
-        return self.machine.overheads.message_s + size * self.machine.overheads.message_byte_s
+        return self._company.message_s + size * self.machine.overheads.message_byte_s
 
     def _together(self, step: StepCost, work: float, collective: str | None) -> float:
         """Work and exchange; where a step only moves data, the exchange is that move."""
@@ -82,6 +82,10 @@ class StepClock:
         return max(flops / rate, moved) + operations * self.machine.op_seconds
 
     @cached_property
+    def _company(self) -> Company:
+        return self.machine.company(self.world)
+
+    @cached_property
     def _scale(self) -> float:
         """FLOPs of fp32 that take as long as one of this format: kernels were measured in fp32."""
         return self.machine.flops_per_s(4) / self.machine.flops_per_s(self.act_bytes)
@@ -90,4 +94,4 @@ class StepClock:
         if collective is None or self.t == 1:
             return 0.0
         passed = _PASSES[collective] * size * (self.t - 1) / self.t
-        return self.machine.latency_s + passed / self.machine.tp_bytes_per_s
+        return self._company.collective_s + passed / self.machine.tp_bytes_per_s

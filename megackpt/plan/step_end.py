@@ -54,6 +54,7 @@ def step_end(
     host = machine.overheads
     if host.parameter_s:
         optimizer = host.step_s + row.parameters / share * host.parameter_s
+    optimizer *= machine.company(layout.world).slowdown / machine.speed(layout.world)  # all ranks are at it at once
     model = _model(layout, machine, tied_bytes)
     if ranks == 1:
         return StepEnd(model=model, optimizer=optimizer)
@@ -62,7 +63,7 @@ def step_end(
     inside = layout.t * ranks <= machine.per_node
     rate = machine.tp_bytes_per_s if inside else machine.node_bytes_per_s
     pass_ = (ranks - 1) / ranks / rate
-    wait = buckets * machine.latency_s
+    wait = buckets * machine.company(layout.world).collective_s
     reduce = terms["gradients"] * pass_ * (1 if layout.sharded_optimizer else 2) + wait
     gather = terms["weights"] * pass_ + wait if layout.sharded_optimizer else 0.0
     exposed = _exposed(reduce, buckets, backward if layout.overlap_grad_reduce else 0.0)
@@ -77,10 +78,10 @@ def slowest(ends: Sequence[StepEnd]) -> StepEnd:
 
 def _model(layout: Layout, machine: Machine, tied_bytes: int) -> float:
     """A ring of two passes each half of the bytes twice."""
-    world = layout.t * layout.c * layout.d * layout.p
+    world, collective = layout.world, machine.company(layout.world).collective_s
     rate = machine.tp_bytes_per_s if world <= machine.per_node else machine.node_bytes_per_s
-    tied = machine.latency_s + tied_bytes / rate if tied_bytes else 0.0
-    return MEETINGS * machine.latency_s * (world > 1) + tied
+    tied = collective + tied_bytes / rate if tied_bytes else 0.0
+    return MEETINGS * collective * (world > 1) + tied
 
 
 def _exposed(seconds: float, buckets: int, hidden: float) -> float:

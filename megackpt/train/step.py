@@ -225,7 +225,8 @@ class Stepper:
 
     def _training(self, on: bool) -> None:
         for chunk in self.trainer.chunks:
-            chunk.train(on)
+            if chunk.training is not on:  # it goes through all modules
+                chunk.train(on)
 
     def _run(self, batches: Iterator[Batch], micro_batches: int, *, forward_only: bool) -> tuple[float, int]:
         self._batches = batches

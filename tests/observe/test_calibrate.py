@@ -18,12 +18,12 @@ from megackpt.plan.accelerators import MACHINES, Machine, machine_named
 from megackpt.plan.evaluate import Evaluator
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.operations import operations
-from megackpt.plan.paces import Overheads
+from megackpt.plan.paces import Company, Overheads
 from megackpt.plan.policies import Policy, plan_for
 from megackpt.plan.schedule import Action, schedule_lists
 from megackpt.plan.simulate import Cost, Order
 from megackpt.recompute.stepwise import observe_steps
-from megackpt.train import host_times
+from megackpt.train import calibrated
 from tests.recompute.models import VOCAB, A, B, F, H, S, Subject, shape
 
 RUN = "plan --num-layers 4 --hidden-size 96 --num-attention-heads 8 --seq-length 40 --vocab-size 509 --device cpu"
@@ -41,17 +41,18 @@ def test_a_measured_machine_is_planned_with(tmp_path: Path, capsys: pytest.Captu
     assert all(rate <= min(1.0, cores / busy) for busy, rate in enumerate(together.rates, 1))
     with mock.patch.object(calibrate, "PRODUCT_S", 0.0), mock.patch.object(
         calibrate, "measure_together", lambda device, nproc: together
-    ), mock.patch.object(host_times, "with_layers", lambda machine, tell: machine):  # tests/train/test_layer_times.py
+    ), mock.patch.object(calibrated, "with_training", lambda machine, nproc, tell: machine):
         assert main(["calibrate", "--out", str(path), "--device", "cpu", "--name", "here"]) == 0
     out = capsys.readouterr().out
     assert out.count("\n") == 16 and f"megackpt plan --machine {path}" in out
     machine = machine_named(str(path))
     assert machine.name == "here" and machine.shared_rates == together.rates
     assert machine.latency_s == together.latency_s and machine.op_seconds > 0
-    byte_s, latency_s = together.message_byte_s, together.message_latency_s
-    assert machine.overheads == Overheads(message_byte_s=byte_s, message_latency_s=latency_s)
+    assert machine.overheads == Overheads(message_byte_s=together.message_byte_s)
+    assert machine.companies == (Company(2, 1.0, 0.0, together.message_latency_s, together.latency_s),)
     measured = {name for name in Machine.__dataclass_fields__ if name.endswith(("_s", "_fraction", "_rates", "flops"))}
-    assert measured | {"op_seconds", "memory_bytes", "cores", "kernels", "overheads"} == set(machine.sources)
+    rest = {"op_seconds", "memory_bytes", "cores", "kernels", "overheads", "companies"}
+    assert measured | rest == set(machine.sources)
     assert main([*RUN.split(), "--machine", str(path)]) == 0
     assert "here" in capsys.readouterr().out
 

@@ -13,7 +13,7 @@ from megackpt.plan.evaluate import Evaluator
 from megackpt.plan.evaluation import Evaluation
 from megackpt.plan.kept import records
 from megackpt.plan.numbers import Layout, ModelNumbers
-from megackpt.plan.paces import Kernel, Overheads, Pace, kernel_of
+from megackpt.plan.paces import Company, Kernel, Overheads, Pace, kernel_of
 from megackpt.plan.policies import Policy, full_layer, keep_everything, plan_for, selective
 from megackpt.plan.profile import profile
 from megackpt.plan.seconds import StepClock
@@ -26,6 +26,11 @@ N = 3
 def evaluated(machine: Machine, p: int = 1, policy: Policy | None = None, **rest: Any) -> Evaluation:
     layout = Layout.even(5, p, n=N, micro_batch=2, act_bytes=4, device="cpu", **rest)
     return Evaluator(MODEL, layout, machine)(plan_for(layout.pieces, policy or Policy()))
+
+
+def in_company(ranks: int, slowdown: float = 1.0, *exchanges: float) -> Machine:
+    """Of so many ranks and more; ``exchanges``: message, its latency, collective."""
+    return replace(CPU, companies=(Company(ranks, slowdown, *(*exchanges, 0.0, 0.0, 0.0)[:3]),))
 
 
 def with_overheads(**seconds: float) -> Machine:
@@ -97,14 +102,14 @@ def test_a_replay_costs_its_record() -> None:
 
 def test_messages_cost_both_ends() -> None:
     """Of two stages each sends and receives N messages; what the processor does for them delays whoever waits."""
-    machine = with_overheads(message_s=0.5, message_byte_s=1e-3)
+    machine = replace(in_company(2, 1.0, 0.5), overheads=Overheads(message_byte_s=1e-3))
     size = profile(MODEL, Layout.even(5, 2, micro_batch=2, act_bytes=4, device="cpu")).boundary_bytes
     each = 0.5 + size * 1e-3
     line, bare = evaluated(machine, 2).timeline, evaluated(CPU, 2).timeline
     for stage, plain in zip(line.stages, bare.stages, strict=True):
         assert stage.busy_seconds - plain.busy_seconds == pytest.approx(2 * N * each, rel=1e-9)
     assert evaluated(machine).pipeline_seconds == evaluated(CPU).pipeline_seconds
-    slow = evaluated(with_overheads(message_latency_s=100.0), 2)
+    slow = evaluated(in_company(2, 1.0, 0.0, 100.0), 2)
     assert slow.pipeline_seconds >= 100.0 * 2 and slow.timeline.step_seconds == slow.pipeline_seconds
 
 
@@ -144,15 +149,52 @@ def test_every_kind_of_step() -> None:
     assert kernel_of("attn.core", drops, replace(layout, device="cuda")) == "core, fused"
 
 
+def test_work_takes_longer_in_company() -> None:
+    """Of all its ranks, whatever else they share; one alone has none, and what was not measured is as what was."""
+    bare, slow = evaluated(CPU, 2), evaluated(in_company(2, 1.5), 2)
+    assert slow.pipeline_seconds == pytest.approx(1.5 * bare.pipeline_seconds, rel=1e-12)
+    assert slow.optimizer_seconds == pytest.approx(1.5 * bare.optimizer_seconds, rel=1e-12)
+    assert evaluated(in_company(2, 1.5)).step_seconds == evaluated(CPU).step_seconds
+    crowd = replace(in_company(2, 1.5), shared_rates=(1.0, 0.5))
+    assert evaluated(crowd, 2).optimizer_seconds == pytest.approx(3 * bare.optimizer_seconds, rel=1e-12)
+    two, four = Company(2, 1.25, 1.0, 2.0, 3.0), Company(4, 1.5, 4.0, 5.0, 6.0)
+    host = replace(CPU, latency_s=7.0, companies=(two, four))
+    assert [host.company(ranks) for ranks in (2, 3, 4, 16)] == [two, two, four, four]
+    assert host.company(1) == Company(1, 1.0, 0.0, 7.0, 7.0) == replace(host, companies=()).company(1)
+    assert replace(host, companies=(four,)).company(2) == four
+    with pytest.raises(ValueError, match="companies must be in the order of their ranks"):
+        replace(host, companies=(four, two))
+
+
+def test_a_collective_takes_longer_in_company() -> None:
+    """Two ranks of a tensor: two all-reduces in every layer, forward and backward, those of both ends, two meetings."""
+    model, layout = replace(MODEL, padded_vocab=258), Layout.even(5, t=2, n=N, micro_batch=2, act_bytes=4, device="cpu")
+    bare, slow = (
+        Evaluator(model, layout, machine)(plan_for(layout.pieces, Policy()))
+        for machine in (CPU, in_company(2, 1.0, 0.0, 0.0, 1.0))
+    )
+    assert slow.reduction_seconds - bare.reduction_seconds == 2.0
+    made = profile(model, layout)
+    ends = [step for layer in (made.embedding, made.head) for step in layer.steps]
+    collectives = 5 * 4 + sum((s.collective is not None) + (s.backward_collective is not None) for s in ends)
+    added = slow.pipeline_seconds - bare.pipeline_seconds
+    assert added == pytest.approx(N * collectives, rel=1e-5)  # a step that only moves bytes moved them before
+
+
 def test_machines_of_the_table_know_none_of_this() -> None:
     for machine in MACHINES.values():
-        assert machine.kernels == {} and machine.overheads == Overheads()
+        assert machine.kernels == {} and machine.overheads == Overheads() and machine.companies == ()
 
 
 def test_json_and_back() -> None:
     kernels = {"product": Kernel(Pace(1e-6, 2e-11), Pace(3e-6, 4e-11, 5e-12))}
     machine = replace(CPU, kernels=kernels, overheads=Overheads(action_s=1e-4, message_byte_s=2e-10))
+    machine = replace(machine, companies=(Company(2, 1.25, 1e-4, 2e-4, 1e-3), Company(4, 1.5, 2e-4, 1e-3, 1e-3)))
     assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
+    with pytest.raises(ValueError, match="slows down by a factor of 1 and more"):
+        Company(2, 0.9, 0.0, 0.0, 0.0)
+    with pytest.raises(ValueError, match="exchanges take 0 seconds and more"):
+        Company(2, 1.0, 0.0, -1e-9, 0.0)
     with pytest.raises(ValueError, match="no negative seconds"):
         Pace(1e-6, -1e-12)
     with pytest.raises(ValueError, match="0 and more"):

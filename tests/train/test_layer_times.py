@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 from unittest import mock
 
 import pytest
 
 from megackpt.observe.calibrate import Figure
 from megackpt.plan.accelerators import MACHINES, Machine
-from megackpt.plan.paces import Overheads, Pace
-from megackpt.train import host_times, layer_times
+from megackpt.plan.paces import Company, Overheads, Pace
+from megackpt.train import calibrated, host_times, layer_times
 from megackpt.train.layer_times import Seen, fitted
 from tests.pool import run_distributed
 
@@ -48,25 +47,36 @@ def test_small_errors_count_as_shares() -> None:
     assert got.op_s == pytest.approx((a + b) / (a * a + b * b), rel=1e-9)
 
 
-def _measured(rank: int, world_size: int, machine: Machine) -> tuple[Machine, list[str]]:
+def _measured(rank: int, world_size: int, machine: Machine) -> tuple[Machine, list[tuple[str, str | None]]]:
     told: list[Figure] = []
     with mock.patch.object(layer_times, "SIZES", TINY), mock.patch.object(host_times, "SIZES", TINY), \
             mock.patch.object(layer_times, "RUN_S", 0.0), mock.patch.object(host_times, "STEPS", 2), \
-            mock.patch.object(host_times, "run_ranks", lambda target, count, args: 1.0):
-        made = host_times.with_layers(machine, told.append)
-    return made, [figure.name for figure in told]
+            mock.patch.object(calibrated, "SIZES", TINY), mock.patch.object(calibrated, "measure_company", _company):
+        made = calibrated.with_training(machine, 3, told.append)
+    return made, [(figure.name, figure.value if "ranks" in figure.name else None) for figure in told]
+
+
+def _company(machine: Machine, world: int) -> Company:
+    assert machine.kernels and machine.overheads.action_s > 0  # ranks are compared with what one takes
+    return Company(world, 1.0 + world / 10, 1e-4, 2e-4, 3e-3)
 
 
 def test_every_kind_of_step_is_measured() -> None:
     """A step that is the roofline's alone would be priced as if the host did nothing."""
-    messages: dict[str, Any] = {"message_byte_s": 2e-10, "message_latency_s": 5e-4}
-    machine = replace(MACHINES["cpu"], overheads=Overheads(**messages))
+    machine = replace(MACHINES["cpu"], overheads=Overheads(message_byte_s=2e-10))
     ((made, told),) = run_distributed(_measured, 1, machine)
     assert set(made.kernels) == KINDS
     assert all(any(vars(pace).values()) for k in made.kernels.values() for pace in (k.forward, k.backward))
-    assert {name: getattr(made.overheads, name) for name in messages} == messages
     host = made.overheads
-    assert host.message_s == pytest.approx((1.0 - host.batch_s - 2 * host.action_s) / 4, abs=0.1)
-    assert made.overheads.batch_s > 0 and made.overheads.parameter_s >= 0
-    assert replace(made, kernels={}, overheads=machine.overheads) == machine
-    assert told == ["kernels", "products in layers", "an action", "a replay", "end of a step", "a message"]
+    assert host.message_byte_s == 2e-10 and host.batch_s > 0 and host.parameter_s >= 0
+    assert [company.ranks for company in made.companies] == [2, 6]
+    assert replace(made, kernels={}, overheads=machine.overheads, companies=()) == machine
+    alone = ["kernels", "products in layers", "an action", "a replay", "end of a step"]
+    assert told == [(name, None) for name in alone] + [
+        ("2 ranks in steps", "x1.20, 100 + 200 us, 3.0 ms"), ("6 ranks in steps", "x1.60, 100 + 200 us, 3.0 ms"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("nproc", "worlds"), [(1, []), (2, [2, 4]), (3, [2, 6]), (4, [2, 8]), (64, [2, 8])])
+def test_ranks_that_train_together(nproc: int, worlds: list[int]) -> None:
+    assert calibrated.worlds(nproc) == worlds

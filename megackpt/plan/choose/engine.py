@@ -111,7 +111,7 @@ def problem_of(
     """The numbers of ``layout`` on ``machine``.  The budget is all of a rank's memory: state, communicators, the
     driver's context and the margin are paid from it."""
     made = profile(model, layout) if made is None else made
-    pricing = EnginePrices(made, StepClock(machine, layout.act_bytes, layout.t))
+    pricing = EnginePrices(made, StepClock(machine, layout.act_bytes, layout.t, layout.world))
     groups = sum(size > 1 for size in (layout.t, layout.d * layout.c)) + 2 * (layout.p > 1)
     messages = MESSAGES * made.boundary_bytes * (layout.p > 1)
     own_matrix = not (model.tied and layout.p * layout.v == 1)
