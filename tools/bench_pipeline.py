@@ -2,11 +2,13 @@
 
     python tools/bench_pipeline.py                       two stages
     python tools/bench_pipeline.py --tensor 2            two stages of two tensor-parallel ranks
-    python tools/bench_pipeline.py --account-for-loss-in-pipeline-split     flags of the trainer, for our side only
+    python tools/bench_pipeline.py --equal-split         as many layers on each of our stages
+    python tools/bench_pipeline.py --pipeline-schedule=zb-h1     flags of the trainer, for our side only
     python tools/bench_pipeline.py --json bench.json
 
-The job is that of `bench_train.py`: both sides start from the same weights, read the same batches and must arrive at
-the same loss.  All policies of both sides run in turns, an optimizer step each; speed is the median of the ratios
+The job is that of `bench_train.py`, whose head weighs as much as two layers: our side counts it
+(``--account-for-loss-in-pipeline-split``), the other has no such means and cuts in the middle.  Both sides start from
+the same weights, read the same batches and must arrive at the same loss.  All policies of both sides run in turns, an optimizer step each; speed is the median of the ratios
 within pairs.  Live peaks are of a step's tensors, by a dispatch mode that counts every storage.  Needs no GPU; about
 three minutes for two processes.
 """
@@ -230,11 +232,12 @@ def parse(arguments: Sequence[str] | None) -> tuple[Job, str | None]:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--micro-batch", type=int, default=Job.micro_batch, help=f"default {Job.micro_batch}")
     parser.add_argument("--micro-batches", type=int, default=Job.micro_batches, help=f"default {Job.micro_batches}")
+    parser.add_argument("--equal-split", action="store_true", help="our stages get equal numbers of layers")
     parser.add_argument("--same-split", action="store_true", help="torch's stages get our numbers of layers")
     parser.add_argument("--json", metavar="FILE", help="write settings, machine and every run there")
     a, rest = parser.parse_known_args(arguments)
     model = Model(a.layers, a.hidden, a.heads, a.seq, a.vocab)
-    ours: dict[str, object] = {}
+    ours: dict[str, object] = {} if a.equal_split else {"account-for-loss-in-pipeline-split": True}
     for word in rest:  # flags of the trainer, as --name=value or --name
         name, equals, value = word.removeprefix("--").partition("=")
         ours[name] = value if equals else True

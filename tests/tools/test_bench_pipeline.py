@@ -41,8 +41,10 @@ def test_both_sides_train_one_model(stages: int, tensor: int, ours: dict[str, ob
 
 
 def test_words_and_table() -> None:
-    job, path = parse(["--tensor", "2", "--rounds", "3", "--pipeline-schedule=zb-h1", "--same-split", "--json", "x"])
+    words = ["--tensor", "2", "--rounds", "3", "--pipeline-schedule=zb-h1", "--json", "x"]
+    job, path = parse([*words, "--equal-split", "--same-split"])
     assert (job.tensor, job.rounds, job.ours, job.same_split, path) == (2, 3, {"pipeline-schedule": "zb-h1"}, True, "x")
+    assert parse(words)[0].ours == job.ours | {"account-for-loss-in-pipeline-split": True}
     assert job.flags("full")["recompute-granularity"] == "full" and job.flags("full")["sequence-parallel"] is True
     runs = {"wall": [2.0, 1.0], "cpu": [1.0, 1.0]}
     side = {"runs": runs, "losses": [1.0], "peak_bytes": 1 << 20, "idle_s": None}
