@@ -50,9 +50,9 @@ def measure_together(device: str, nproc: int) -> Together:
     return result
 
 
-def run_ranks(target: Callable[..., None], count: int, args: tuple[Any, ...]) -> Any:
+def run_ranks(target: Callable[..., None], count: int, args: tuple[Any, ...], limit_s: float = TIMEOUT_S) -> Any:
     """Start `target(rank, *args, meet, answer)` in `count` processes, end them when one has sent its answer (`meet`: a
-    file that does not exist yet, to meet through).  RuntimeError if one fails before."""
+    file that does not exist yet, to meet through).  RuntimeError if one fails before, or none has after `limit_s`."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="megackpt-calibrate-") as folder:
         here, there = context.Pipe(duplex=False)
@@ -61,7 +61,7 @@ def run_ranks(target: Callable[..., None], count: int, args: tuple[Any, ...]) ->
         for process in ranks:
             process.start()
         try:
-            result = _result(here, ranks)
+            result = _result(here, ranks, limit_s)
             for process in ranks:
                 process.join(LEAVE_S)
             return result
@@ -71,11 +71,11 @@ def run_ranks(target: Callable[..., None], count: int, args: tuple[Any, ...]) ->
                 process.join()
 
 
-def _result(here: Connection, ranks: Sequence[multiprocessing.process.BaseProcess]) -> Any:
-    end = time.monotonic() + TIMEOUT_S
+def _result(here: Connection, ranks: Sequence[multiprocessing.process.BaseProcess], limit_s: float) -> Any:
+    end = time.monotonic() + limit_s
     while not here.poll(0.2):
         if time.monotonic() > end:
-            raise RuntimeError(f"{len(ranks)} ranks did not measure within {TIMEOUT_S} s")
+            raise RuntimeError(f"{len(ranks)} ranks did not measure within {limit_s:.0f} s")
         failed = [index for index, process in enumerate(ranks) if process.exitcode not in (None, 0)]
         if failed:
             raise RuntimeError(f"rank {failed[0]} of {len(ranks)} ended with code {ranks[failed[0]].exitcode}")

@@ -43,6 +43,7 @@ RUN_S = 2.0  # of each model
 LEAST = 3  # turns of each kind of step, the first of which does not count
 AT_ONCE = 4  # steps of a turn, the first of which does not count
 MICRO_BATCH = 2  # samples
+LIMIT_S = 180  # for ranks to start and train; they take some 15 where they are alone
 ROUNDS = 3
 CLOCK_S = 1e-7  # what is found by bisection is known to
 
@@ -88,7 +89,7 @@ def runs(world: int) -> list[Run]:
 
 def measure_company(machine: Machine, world: int) -> Company:
     """Of `world` ranks, an even number."""
-    taken: list[Taken] = run_ranks(_rank, world, (world,))
+    taken: list[Taken] = run_ranks(_rank, world, (world,), LIMIT_S)
     return company_of(machine, runs(world), taken)
 
 
