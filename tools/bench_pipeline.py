@@ -8,9 +8,9 @@
 
 The job is that of `bench_train.py`, whose head weighs as much as two layers: our side counts it
 (``--account-for-loss-in-pipeline-split``), the other has no such means and cuts in the middle.  Both sides start from
-the same weights, read the same batches and must arrive at the same loss.  All policies of both sides run in turns, an optimizer step each; speed is the median of the ratios
-within pairs.  Live peaks are of a step's tensors, by a dispatch mode that counts every storage.  Needs no GPU; about
-three minutes for two processes.
+the same weights, read the same batches and must arrive at the same loss.  All policies of both sides run in turns, an
+optimizer step each; speed is the median of the ratios within pairs.  Live peaks are of a step's tensors, by a dispatch
+mode that counts every storage.  Needs no GPU; about three minutes for two processes.
 """
 
 from __future__ import annotations
