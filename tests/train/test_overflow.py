@@ -255,6 +255,19 @@ def nan_in_the_forward(rank: int, world_size: int, flags: Flags, layout: Layout)
     return ""
 
 
+def loss_beyond_numbers(rank: int, world_size: int) -> tuple[bool, bool, float]:
+    trainer = built(SMALL_GPT | {"fp16": True, "initial-loss-scale": 64, "hysteresis": 1})
+    before = [parameter.detach().clone() for parameter, _ in trainer.parameters]
+    trainer.buffer.flat.fill_(1e-3)
+    outcome = Stepper(trainer).update((INF, 80), 0)
+    same = all(torch.equal(old, p.detach()) for old, (p, _) in zip(before, trainer.parameters, strict=True))
+    return outcome.skipped, same, outcome.loss_scale
+
+
+def test_a_loss_that_is_not_finite_leaves_a_step_out_whose_gradients_are() -> None:
+    assert run_distributed(loss_beyond_numbers, 1) == [(True, True, 32.0)]
+
+
 def test_a_loss_that_is_nan_is_reported_as_one(tmp_path: Path) -> None:
     flags = SMALL_GPT | {"max-skipped-iterations": 2, "metrics-file": str(tmp_path / "m.jsonl")}
     for message in run_distributed(nan_in_the_forward, 2, flags, Layout(pp=2)):

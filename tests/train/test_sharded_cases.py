@@ -146,8 +146,11 @@ def test_a_run_goes_on_with_the_optimizer_sharded_or_not(
     assert parts == whole
 
 
-def _loaded(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[dict[str, Tensor], float, int]:
-    """Optimizer state after a load, the loss scale of the first step and the updates behind it."""
+Weights = dict[str, Tensor]
+
+
+def _loaded(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[Weights, Weights, float, int]:
+    """Optimizer state and weights after a load, the loss scale of the first step and the updates behind it."""
     trainer = built(flags, layout)
     start = load_run(trainer)
     trainer.optimizer.settle()
@@ -158,19 +161,23 @@ def _loaded(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[d
         first, stop = trainer.optimizer.flat_range(record.name) or (0, 0)
         rounded = masters[record.name].to(parameter.dtype) if record.name in masters else parameter.new_empty(0)
         assert torch.equal(parameter.detach().view(-1)[first:stop], rounded), record.name
+    weights = {record.name: parameter.detach().clone() for parameter, record in trainer.parameters}
     scale = trainer.scaler.scale
     assert math.isfinite(steps(trainer, 1, consumed=start.position.consumed_samples).norms[0])
-    return state, scale, trainer.optimizer.step_count
+    return state, weights, scale, trainer.optimizer.step_count
 
 
 @pytest.mark.parametrize(("first", "second", "scale"), [({"bf16": True}, FP16, 4096.0), (FP16, {"bf16": True}, 1.0)])
 def test_a_run_changes_between_16_bit_formats(first: Flags, second: Flags, scale: float, tmp_path: Path) -> None:
-    """Masters and moments are the same to the bit; parameters are the masters in the new format."""
+    """Masters and moments are the same to the bit; parameters are the masters in the new format, on every rank: those
+    in the file were rounded to the old one, and rounding them again is something else."""
     common = SMALL_GPT | ALL_ON | {"load": str(tmp_path)}
     run_distributed(train_all, 2, common | first | {"save": str(tmp_path), "train-iters": 2}, Layout(dp=2))
     same = run_distributed(_loaded, 2, common | first, Layout(dp=2))
     other = run_distributed(_loaded, 2, common | second, Layout(dp=2))
-    for (a, _, _), (b, found, updates) in zip(same, other, strict=True):
+    (_, one, *_), (_, another, *_) = other
+    assert all(torch.equal(one[name], another[name]) for name in one)
+    for (a, *_), (b, _, found, updates) in zip(same, other, strict=True):
         assert (found, updates) == (scale, 3)
         assert a.keys() == b.keys() and {key.split()[0] for key in a} == {"master", "exp_avg", "exp_avg_sq"}
         assert all(torch.equal(tensor, b[key]) for key, tensor in a.items())
