@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,14 @@ if TYPE_CHECKING:
 Handle = Kept | Internal | View
 _UNKNOWN: frozenset[int] = frozenset()  # stands for a set that is made when first asked for
 _NONE: Mapping[int, Kept | Reading] = MappingProxyType({})
-_Stored = dict[int, tuple[weakref.ref[torch.UntypedStorage], Tag]]
+
+
+class _Stored(NamedTuple):
+    """An internal that waits in a tier."""
+
+    storage: weakref.ref[torch.UntypedStorage]
+    root: weakref.ref[Tensor]  # it, or what it is a view of
+    tag: Tag
 
 
 class ForwardFrame:
@@ -64,7 +71,7 @@ class ForwardFrame:
         self.arguments: Mapping[int, Kept | Reading] = _NONE  # by identity of the tensor, of a dropped step
         self.last: Tensor | None = None  # saved
         self.held: set[int] | None = None  # storages that stay on the device for a kept internal
-        self.stored: _Stored | None = None  # internals that wait in a tier
+        self.stored: dict[tuple[int, ...], _Stored] | None = None  # internals that wait in a tier
         self.start = -1  # in a span, how much was saved before the step that runs
         self.given: Tensor | None = None  # to that step
         self.tail: Tail | None = None
@@ -179,13 +186,27 @@ class ForwardFrame:
         return slot
 
     def _elsewhere(self, tensor: Tensor) -> View:
+        """One copy serves all that share a version counter (views of one tensor) or see the same elements.  Parts of a
+        storage that count for themselves (``unsafe_chunk``, as in recurrent cells) are written to one after another,
+        so the copy made for one is too old for the next."""
         if self.stored is None:
             self.stored = {}
-        storage = tensor.untyped_storage()
-        ref, tag = self.stored.get(storage._cdata, (None, None))
-        # The address alone does not say which storage it is: the tier lets go of storages, and others take their place.
-        if ref is None or tag is None or ref() is not storage or not tag.fits(tensor):
-            producer = self.tape.store(self.decision.internals, self.where, tensor)
-            tag = Tag(producer, 0, tensor)
-            self.stored[storage._cdata] = (weakref.ref(storage), tag)
+        storage, root = tensor.untyped_storage(), tensor if tensor._base is None else tensor._base
+        counter, region = (storage._cdata, id(root)), (storage._cdata, *_extent(tensor))
+        for key in (counter, region):
+            found = self.stored.get(key)
+            # The address alone does not say which storage it is: the tier lets go of storages, and others take their
+            # place.
+            if found is None or found.storage() is not storage or not found.tag.fits(tensor):
+                continue
+            if key is region or found.root() is root:
+                return View(found.tag.cell().open(), geometry_of(tensor))
+        tag = Tag(self.tape.store(self.decision.internals, self.where, tensor), 0, tensor)
+        self.stored[counter] = self.stored[region] = _Stored(weakref.ref(storage), weakref.ref(root), tag)
         return View(tag.cell().open(), geometry_of(tensor))
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor begins in its storage, and how far it reaches."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return int(tensor.storage_offset()), reach

@@ -152,6 +152,45 @@ def test_what_is_settled_is_away() -> None:
         assert [ticket.get().numel() for ticket in tickets] == [3, 5, 7]
 
 
+class AtOnce(HostTier):
+    """Has copied before the step goes on."""
+
+    def put(self, base: Tensor) -> Any:
+        ticket = super().put(base)
+        ticket._done.wait()
+        return ticket
+
+
+@pytest.mark.parametrize("cell", [torch.nn.GRUCell(8, 8), torch.nn.LSTMCell(8, 8)], ids=["gru", "lstm"])
+def test_parts_of_a_storage_that_count_their_versions_themselves(cell: torch.nn.Module) -> None:
+    """A recurrent cell cuts its gates out of one product and writes into them in turn, and saves each as it is done:
+    all at the same version, of their own."""
+
+    def body(x: Tensor) -> Tensor:
+        out = step("a", cell, x)
+        return out if isinstance(out, Tensor) else out[0] * out[1]
+
+    with AtOnce() as tier:
+        assert_same(body, [X], plan(a=INTERNALS), tiers={"offload_host": tier})
+
+
+def test_views_of_an_internal_share_one_copy() -> None:
+    puts: list[Tensor] = []
+
+    class Counting(HostTier):
+        def put(self, base: Tensor) -> Any:
+            puts.append(base)
+            return super().put(base)
+
+    def fn(x: Tensor) -> Tensor:
+        y = x + 1.0
+        return (y @ y.t()).sum() + (y[1:4, ::2] * y[:3, ::2]).sum() + y.sin().sum()
+
+    with Counting() as tier:
+        assert_same(lambda x: step("a", fn, x), [X], plan(a=INTERNALS), tiers={"offload_host": tier})
+    assert len(puts) == 1
+
+
 def test_second_backward_fetches_again() -> None:
     x = X.clone().requires_grad_()
     with HostTier() as tier:
