@@ -157,7 +157,7 @@ class AtOnce(HostTier):
 
     def put(self, base: Tensor) -> Any:
         ticket = super().put(base)
-        ticket._done.wait()
+        self.settle()
         return ticket
 
 
