@@ -318,7 +318,7 @@ ROWS: tuple[Flag, ...] = (
         "switch",
         "recompute.verify",
         "Compare every replayed tensor with a digest of the original and stop at the first difference, naming layer,"
-        " step, tensor and cause. Slow: for finding faults.",
+        " step, tensor and cause. Slow: for finding faults. What --compile compiles runs uncompiled meanwhile.",
     ),
     later("--cpu-offloading", RECOMPUTE, "switch", _OFFLOAD),
     later("--cpu-offloading-num-layers", RECOMPUTE, "int", _OFFLOAD, "0"),

@@ -38,6 +38,10 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
         (x,) = ctx.saved_tensors
         gate, up = x.chunk(2, dim=-1)
+        if torch.compiler.is_compiling():  # which does not see through `out=` into a part, and fuses all of this
+            sigmoid = torch.sigmoid(gate)
+            slope = (gate * (1.0 - sigmoid) + 1.0) * sigmoid
+            return torch.cat((grad * (slope * up), grad * (gate * sigmoid)), dim=-1)
         out = torch.empty_like(x)
         grad_gate, grad_up = out.chunk(2, dim=-1)
         sigmoid = torch.sigmoid(gate)
