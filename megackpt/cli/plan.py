@@ -62,6 +62,10 @@ def read_own(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         "--plan-slots", choices=("on", "off"), default="on",
         help="on: it may keep more of some micro-batches in flight than of others",
     )
+    parser.add_argument(
+        "--plan-ahead", choices=("on", "off"), default="on",
+        help="on: it may rebuild while a gradient is on its way",
+    )
     parser.add_argument("--plan-offload", action="store_true", help="it may send activations to host memory")
     parser.add_argument("--json", metavar="FILE", help="write everything (docs/plan.md)")
     parser.add_argument("--html", metavar="FILE", help="write pictures")

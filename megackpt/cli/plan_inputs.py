@@ -69,7 +69,11 @@ def read_inputs(own: argparse.Namespace, words: Sequence[str], env: Mapping[str,
     asked = config.recompute.memory_budget_gib if own.memory_budget_gib is None else own.memory_budget_gib
     budget = machine.memory_bytes if asked is None else round(asked * GIB)
     options = Options(
-        split=own.plan_split == "auto", slots=own.plan_slots == "on", offload=own.plan_offload, keep_gathered=False
+        split=own.plan_split == "auto",
+        slots=own.plan_slots == "on",
+        ahead=own.plan_ahead == "on",
+        offload=own.plan_offload,
+        keep_gathered=False,
     )
     try:
         layout = _layout(config, values, machine)

@@ -22,7 +22,7 @@ from megackpt.plan.split import even_split
 BUDGET = "--memory-budget-gib"
 CPU_MARGIN = 4096  # bytes of small tensors that nobody counts: sums of losses, statistics of a step
 # What the trainer executes: its own split and schedule, no host memory.
-OPTIONS = Options(slots=True, keep_gathered=False)
+OPTIONS = Options(slots=True, ahead=True, keep_gathered=False)
 
 
 @dataclass(frozen=True)

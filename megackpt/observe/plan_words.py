@@ -58,7 +58,20 @@ def _chunk(sets: ChunkPlan, absent: Collection[str]) -> str:
     ):
         count = len(list(same))
         parts.append(f"{count} layers {what}" if count > 1 else f"1 layer {what.replace('replay', 'replays', 1)}")
-    return ", ".join(parts)
+    return ", ".join(parts) + _ahead(sets, range(named[0], named[-1] + 1))
+
+
+def _ahead(sets: ChunkPlan, layers: range) -> str:
+    """``; the last 2 ahead of the gradient``, or ``; all ahead of the gradient while at most 3 forwards are in
+    flight``."""
+    units = sets.units_ahead(layers)
+    if not units:
+        return ""
+    count = layers.stop - units[-1].start
+    which = "all" if count == len(layers) else f"the last {count}" if count > 1 else "the last"
+    most = sets.ahead_within
+    while_ = f" while at most {most} forward{'s are' if most > 1 else ' is'} in flight" if most else ""
+    return f"; {which} ahead of the gradient{while_}"
 
 
 def _layer(steps: Collection[str], grouped: bool, away: bool) -> str:

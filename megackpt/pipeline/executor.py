@@ -310,7 +310,7 @@ class _Run:
     def backward(self, action: Action) -> None:
         if self._source(action) is not None:
             self.progress.enter("compute", action)
-            self.flights[_key(action)].tape.rebuild_ahead()
+            self.flights[_key(action)].tape.rebuild_ahead(len(self.flights))
         gradients: Sequence[Tensor] = self.receive(action)
         self.progress.enter("compute", action)
         if action in self.last_backwards and self.owner.on_last_backward is not None:

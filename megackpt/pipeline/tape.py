@@ -16,8 +16,8 @@ class TapeLike(Protocol):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /
     ) -> object: ...
 
-    def rebuild_ahead(self) -> None:
-        """Rebuild what the plan wants rebuilt while a gradient is on its way."""
+    def rebuild_ahead(self, in_flight: int, /) -> None:
+        """Rebuild what the plan wants rebuilt while a gradient is on its way and so many forwards are in flight."""
 
     def close(self) -> None:
         """Free everything the tape still owns."""
@@ -42,7 +42,7 @@ class NoTape:
     def __exit__(self, *failure: object) -> None:
         return None
 
-    def rebuild_ahead(self) -> None:
+    def rebuild_ahead(self, in_flight: int) -> None:
         return None
 
     def close(self) -> None:

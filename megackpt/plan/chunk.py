@@ -69,7 +69,7 @@ class ChunkModel:
             clock.run(self._backward(head))
             clock.live -= self.tail_bytes
         for unit in self._ahead():
-            clock.run(rebuilt_span(self._layer(unit.start)), f"layer {unit.start} ahead")
+            clock.run(self._rebuilt(self._layer(unit.start)), f"layer {unit.start} ahead")
         self._backward_of(clock, self.plan.groups, self.layers)
         if self.first:
             held = not (self.last or self.layers)  # as the gradient of a last layer's output is
@@ -223,6 +223,12 @@ class ChunkModel:
         key = ("F", layer.profile.kind, layer.save_set, layer.input_choice, until, bare)
         if key not in self._spans:
             self._spans[key] = forward_span(layer, until=until, bare=bare)
+        return self._spans[key]
+
+    def _rebuilt(self, layer: Layer) -> Span:
+        key = ("A", layer.profile.kind, layer.save_set, layer.input_choice)
+        if key not in self._spans:
+            self._spans[key] = rebuilt_span(layer)
         return self._spans[key]
 
     def _backward(

@@ -154,16 +154,24 @@ class ChunkPlan:
     """The save-sets of one chunk by address, and its groups of layers.
 
     ``ahead``: so many of its last layers are rebuilt while the gradient of the chunk's output is still on its way.  A
-    group counts as one, and what comes before it is not rebuilt ahead.
+    group counts as one, and what comes before it is not rebuilt ahead.  ``ahead_within``: only by a backward at which
+    at most so many forwards are in flight on the stage, its own included; 0: by every one.
     """
 
     save_sets: Mapping[str, SaveSet] = field(default_factory=dict)
     groups: tuple[Group, ...] = ()
     ahead: int = 0
+    ahead_within: int = 0
 
     def __post_init__(self) -> None:
-        if type(self.ahead) is not int or self.ahead < 0:
-            raise ValueError(f"ahead={self.ahead!r} is not a number of layers")
+        for name, what in (("ahead", "layers"), ("ahead_within", "forwards in flight")):
+            value = getattr(self, name)
+            if type(value) is not int or value < 0:
+                raise ValueError(f"{name}={value!r} is not a number of {what}")
+
+    def goes_ahead(self, in_flight: int) -> bool:
+        """Whether a backward rebuilds anything ahead while so many forwards are in flight."""
+        return self.ahead > 0 and (not self.ahead_within or in_flight <= self.ahead_within)
 
     def units_ahead(self, layers: range) -> list[range]:
         """Layers and groups that are rebuilt ahead, the last one first."""
@@ -256,7 +264,8 @@ class Plan:
                     sets.append(save_set)
                 named[address] = places[save_set]
             made: dict[str, object] = {"save_sets": named, "groups": groups_to_rows(chunk.groups)}
-            return made | ({"ahead": chunk.ahead} if chunk.ahead else {})
+            made |= {"ahead": chunk.ahead} if chunk.ahead else {}
+            return made | ({"ahead_within": chunk.ahead_within} if chunk.ahead_within else {})
 
         stages = [
             [[entry(plan) for plan in self.slots(stage, chunk)] for chunk in range(len(chunks))]
@@ -283,7 +292,8 @@ class Plan:
 
         def chunk(entry: Mapping[str, Any]) -> ChunkPlan:
             places = {address: numbered[i] for address, i in entry["save_sets"].items()}
-            return ChunkPlan(places, groups_from_rows(entry["groups"]), entry.get("ahead", 0))
+            ahead = entry.get("ahead", 0), entry.get("ahead_within", 0)
+            return ChunkPlan(places, groups_from_rows(entry["groups"]), *ahead)
 
         stages = [[tuple(chunk(slot) for slot in slots) for slots in stage] for stage in data["stages"]]
         if not all(stages) or not all(slots for stage in stages for slots in stage):

@@ -19,7 +19,7 @@ from megackpt.plan.profile import Profile, StepCost, profile
 from megackpt.plan.schedule import Action, destination, schedule_lists, source
 from megackpt.plan.seconds import StepClock
 from megackpt.plan.simulate import Cost, Order, Speed, Timeline
-from megackpt.plan.slots import slots_of
+from megackpt.plan.slots import in_flight_of, slots_of
 from megackpt.plan.step_end import slowest, step_end
 from megackpt.plan.steps import BLOCK_NAMES
 
@@ -98,7 +98,12 @@ class Evaluator:
         """What each action may do before its message is there; None: no plan wants anything ahead."""
         if not any(slot.ahead for stage in work for chunk in stage for slot in chunk):
             return None
-        return self.order.durations(lambda stage, action: _early(self._of(work, stage, action), action))
+        return self.order.durations(partial(self._early, work))
+
+    def _early(self, work: Works, stage: int, action: Action) -> float:
+        if action.kind != "B" or not (own := self._of(work, stage, action)).ahead:
+            return 0.0
+        return own.ahead if own.plan.goes_ahead(self.in_flight[stage][action]) else 0.0
 
     # -- seconds --------------------------------------------------------------------------------------------------
 
@@ -106,6 +111,11 @@ class Evaluator:
     def slots(self) -> Sequence[Mapping[tuple[int, int], int]]:
         """By stage, see `plan.slots`."""
         return [slots_of(actions) for actions in self.lists]
+
+    @cached_property
+    def in_flight(self) -> Sequence[Mapping[Action, int]]:
+        """By stage, of every backward."""
+        return [in_flight_of(actions) for actions in self.lists]
 
     def _of(self, work: Works, stage: int, action: Action) -> _Work:
         """The work of a micro-batch in its slot."""
@@ -143,6 +153,7 @@ class Evaluator:
         clock, host = self.clock, self.machine.overheads
         forward, backward = host.action_s + host.batch_s * bool(ends), host.action_s
         return _Work(
+            plan=sets,
             forward=forward + len(layers) * clock.layer_forward(block) + sum(map(clock.layer_forward, ends)),
             backward=backward + len(layers) * clock.layer_backward(block) + sum(map(clock.layer_backward, ends)),
             weights=len(layers) * clock.layer_weights(block),
@@ -246,8 +257,8 @@ class Evaluator:
 
         def cost(stage: int, action: Action) -> Cost:
             before, peak, after = walks[stage].marks[action]
-            own = self._of(work, stage, action)
-            return Cost(self._seconds(work, stage, action), after - before, peak - before, _early(own, action))
+            early = self._early(work, stage, action)
+            return Cost(self._seconds(work, stage, action), after - before, peak - before, early)
 
         held = [sum(row.terms.get(name, 0) for name in FIXED) for row in prediction.stages]
         return self.order.run(cost, transfer, held, self.made.boundary_bytes, self.speed)
@@ -262,6 +273,7 @@ def _but_the_last_product(names: Sequence[str]) -> tuple[str, ...]:
 class _Work:
     """Seconds of one chunk and micro-batch."""
 
+    plan: ChunkPlan
     forward: float
     backward: float
     weights: float
@@ -280,10 +292,6 @@ def _seconds(work: _Work, action: Action, replays: bool = True) -> float:
     if action.kind == "W":
         return work.weights
     return work.backward - work.weights * work.split + work.replay * replays
-
-
-def _early(work: _Work, action: Action) -> float:
-    return work.ahead if action.kind == "B" else 0.0
 
 
 class _Recorded(StageWalk):

@@ -210,8 +210,10 @@ class Moment:
 class _Slot:
     """One chunk under the plan of one slot."""
 
+    plan: ChunkPlan
     forward: Span
     backward: Span
+    plain: Span  # a backward that rebuilds nothing ahead
     waiting: int  # factors of weight gradients that a split backward leaves
     kept: int
     ends: int
@@ -256,10 +258,14 @@ class StageWalk:
         model = ChunkModel(made, sets, layers, first, last, self.layout.t, watched, _spans=self._spans)
         whole = model.backward()
         backward = replace(model, split=True, _spans={}).backward() if self.split else whole
+        plain = backward
+        if sets.ahead_within:
+            spans = {} if self.split else self._spans
+            plain = replace(model, plan=replace(sets, ahead=0), split=self.split, _spans=spans).backward()
         ends = ends_kept(made, self.layout, self.stage, chunk, sets)
         kept = model.kept()
         away = replace(model, plan=sets.on_device(), _spans={}).kept() - kept if OFFLOAD_HOST in sets.choices() else 0
-        return _Slot(model.forward(), backward, backward.change - whole.change, kept, ends, away)
+        return _Slot(sets, model.forward(), backward, plain, backward.change - whole.change, kept, ends, away)
 
     @property
     def lane_bytes(self) -> int:
@@ -310,9 +316,10 @@ class StageWalk:
     def _backward(self, action: Action) -> None:
         slot = self._of(action)
         received = 0 if self._last[action.chunk] else self.message
-        self._note(action, slot.backward.at, received + slot.backward.peak)
+        backward = slot.backward if slot.plan.goes_ahead(self.in_flight) else slot.plain
+        self._note(action, backward.at, received + backward.peak)
         returned = 0 if self._first[action.chunk] else self.message
-        self.live += slot.backward.change - returned
+        self.live += backward.change - returned
         self.waiting += slot.waiting
         self.sent = returned if self._sends(action) else 0
         self._hold(slot, -1)

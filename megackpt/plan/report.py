@@ -24,7 +24,7 @@ from megackpt.plan.steps import GATHERS
 
 VERSION = 1
 EQUAL = 2e-4  # of a step's seconds
-WANTED = Options(slots=True, keep_gathered=False)
+WANTED = Options(slots=True, ahead=True, keep_gathered=False)
 
 
 @dataclass(frozen=True)
@@ -156,11 +156,12 @@ def _tried(
 ) -> tuple[list[Evaluation], str]:
     """The choice per stage, and with every freedom that ``options`` add, one after the other; those that fit, or why
     none does.  Where everything fits only another split can win."""
-    everything = flags[0].fits(budget)
+    everything, layout = flags[0].fits(budget), evaluator.layout
     steps = [Options(keep_gathered=False)]
-    for name in ("slots", "split", "offload"):
-        if getattr(options, name) and (name == "split" or not everything):
-            steps.append(replace(steps[-1], **{name: True}))
+    pipeline = {"slots": options.slots and layout.v == 1, "ahead": options.ahead and layout.p > 1}
+    for more in (pipeline, {"split": options.split}, {"offload": options.offload}):
+        if any(more.values()) and ("split" in more or not everything):
+            steps.append(replace(steps[-1], **more))
     found: list[Evaluation] = []
     why_not = ""
     for some in steps[everything:]:

@@ -36,3 +36,15 @@ def slots_of(actions: Sequence[Action]) -> Mapping[tuple[int, int], int]:
         elif action.kind == "B":
             heapq.heappush(free[action.chunk], slots[place])
     return slots
+
+
+def in_flight_of(actions: Sequence[Action]) -> Mapping[Action, int]:
+    """By backward: the forwards of all chunks in flight on the stage when it comes, its own included."""
+    held, found = 0, {}
+    for action in actions:
+        if action.kind == "F":
+            held += 1
+        elif action.kind == "B":
+            found[action] = held
+            held -= 1
+    return found

@@ -147,12 +147,12 @@ class Tape:
             if producer is not None:
                 producer.ahead()
 
-    def rebuild_ahead(self) -> None:
+    def rebuild_ahead(self, in_flight: int) -> None:
         """Rebuild the last layers of the plan's ``ahead`` now, the last one first, as their backward would: for a
-        caller that waits for a gradient.  The values are the same and live until they are used.  All ranks of a group
-        must call it at the same place."""
+        caller that waits for a gradient, with so many forwards whose backward is not done.  The values are the same
+        and live until they are used.  All ranks of a group must call it at the same place."""
         seen: list[str] = []
-        for ref in reversed(self._rebuildable):
+        for ref in reversed(self._rebuildable) if self.plan.goes_ahead(in_flight) else ():
             record = ref()
             if record is None:
                 continue

@@ -91,7 +91,7 @@ def test_the_plan_that_fits_is_written_and_read_back(tmp_path: Path) -> None:
     assert made.best is not None and made.best.plan.digest() == plan.digest()
     assert made.best.peak_bytes <= budget * GIB < made.given.peak_bytes
     assert made.best.step_seconds < lean.step_seconds
-    assert "Use the plan 'per stage'" in said(made)
+    assert "Use the plan 'per stage, ahead'" in said(made)
 
 
 def test_neighbours() -> None:

@@ -27,7 +27,7 @@ def test_another_split_where_it_is_asked_for() -> None:
 
 def test_slots_are_offered_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     base = RUN.replace("parallel-size 2", "parallel-size 4").replace("--vocab-size 32000", "--vocab-size 2000")
-    tight = "--memory-budget-gib 3.1"
+    tight = "--memory-budget-gib 3.1 --plan-ahead off"
     on, off = report(tight, base), report(f"{tight} --plan-slots off", base)
     assert on.best is not None and off.best is not None
     assert on.best.name == "per stage, slots" and off.best.name == "per stage"
@@ -41,9 +41,23 @@ def test_slots_are_offered_and_can_be_left_out(capsys: pytest.CaptureFixture[str
     assert "ms/mb  slots" in out and "stage 0: slot 0: " in out and "| slots 1 on: " in out
 
 
-def test_host_memory_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_ahead_is_offered_and_can_be_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     base = RUN.replace("parallel-size 2", "parallel-size 4").replace("--vocab-size 32000", "--vocab-size 2000")
     tight = "--memory-budget-gib 3.1 --plan-slots off"
+    on, off = report(tight, base), report(f"{tight} --plan-ahead off", base)
+    assert on.best is not None and off.best is not None
+    assert on.best.name == "per stage, ahead" and off.best.name == "per stage"
+    assert on.best.step_seconds < off.best.step_seconds and on.best.peak_bytes <= 3.1 * GIB
+    assert "'per stage, ahead' " in said(on) and "ahead" not in said(off)
+    chunks = [stage[0][0] for stage in on.to_json()["best"]["plan"]["stages"]]
+    assert any(chunk.get("ahead") for chunk in chunks) and "ahead" not in chunks[-1]
+    assert main(["plan", *words(tight, base)]) == 1
+    assert " ahead of the gradient" in capsys.readouterr().out
+
+
+def test_host_memory_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    base = RUN.replace("parallel-size 2", "parallel-size 4").replace("--vocab-size 32000", "--vocab-size 2000")
+    tight = "--memory-budget-gib 3.1 --plan-slots off --plan-ahead off"
     away = report(f"{tight} --plan-offload", base)
     assert away.best is not None and away.best.name == "per stage, host memory"
     rows = away.to_json()["best"]["stages"]
@@ -57,6 +71,6 @@ def test_host_memory_only_when_asked_for(capsys: pytest.CaptureFixture[str]) -> 
 
 def test_the_trainers_own_choice_can_be_planned() -> None:
     made = report("--recompute-granularity auto --memory-budget-gib 4.3")
-    assert made.given.name == "per stage" and made.fits and made.budget_bytes == round(4.3 * GIB)
+    assert made.given.name == "per stage, ahead" and made.fits and made.budget_bytes == round(4.3 * GIB)
     with pytest.raises(UsageError, match="--memory-budget-gib 4 is impossible"):
         report("--recompute-granularity auto --memory-budget-gib 4.0")

@@ -31,6 +31,18 @@ def test_layers_chunks_and_slots_that_differ() -> None:
     assert second == f"stage 0 chunk 1: slots 0 to 1: 2 layers replay nothing | slots 2 on: 2 layers replay {free}"
 
 
+def test_what_goes_ahead_of_the_gradient() -> None:
+    def said(**ahead: int) -> str:
+        (line,) = plan_lines(Plan(((replace(chunk(range(3, 6), "full"), **ahead),),)), ABSENT)
+        return line.removeprefix(f"stage 0: 3 layers {FULL}")
+
+    assert said() == ""
+    assert said(ahead=1) == "; the last ahead of the gradient"
+    assert said(ahead=2) == "; the last 2 ahead of the gradient"
+    assert said(ahead=3, ahead_within=1) == "; all ahead of the gradient while at most 1 forward is in flight"
+    assert said(ahead=7, ahead_within=4) == "; all ahead of the gradient while at most 4 forwards are in flight"
+
+
 def test_groups_and_host_memory() -> None:
     grouped = replace(chunk(range(0, 2), "none"), groups=(Group(0, 1),))
     away = SaveSet({}, Decision("offload_host", "offload_host"))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +15,15 @@ from torch import Tensor
 
 from megackpt.config.errors import UsageError
 from megackpt.config.run import RunConfig
+from megackpt.observe.numbers import split_of
 from megackpt.plan.accelerators import MACHINES
 from megackpt.plan.decision import ChunkPlan, Group, Plan
 from megackpt.plan.evaluate import Evaluator
 from megackpt.plan.numbers import Layout as PlanLayout
 from megackpt.plan.numbers import ModelNumbers
 from megackpt.plan.policies import Policy, plan_for
+from megackpt.plan.schedule import one_f_one_b
+from megackpt.plan.slots import in_flight_of
 from megackpt.train.loop import loader
 from megackpt.train.step import Stepper
 from tests.layouts import COMMON, GPT, SMALL_GPT, Flags, Layout, built
@@ -74,13 +79,25 @@ def _step(rank: int, world_size: int, cases: list[Flags], layout: Layout) -> lis
     return results
 
 
-def test_bits_and_the_order_of_collectives() -> None:
+def _stored(folder: Path, flags: Flags, layout: Layout, **ahead: int) -> Flags:
+    """Flags that make a run of policy full take a stored plan that goes ahead on its first stage."""
+    pieces = split_of(RunConfig.from_flags(flags | layout.flags, layout.world_size))
+    plan = plan_for(pieces, Policy("full"))
+    (first, *others) = plan.stages
+    path = folder / "plan.json"
+    path.write_text(replace(plan, stages=((replace(first[0], **ahead),), *others)).dumps())
+    return {"recompute-plan": str(path), "recompute-granularity": "none"}
+
+
+def test_bits_and_the_order_of_collectives(tmp_path: Path) -> None:
     """tp 2 with sequence parallel, pp 2, dropout: one order on both ranks of a stage, and the first stage's gathers of
     the layers ahead come before it waits for the gradient."""
     flags = GPT | FULL | {"hidden-dropout": 0.1, "attention-dropout": 0.1, "global-batch-size": 6}
     layout = Layout(tp=2, sp=True, pp=2)
     aheads = (0, 1, 2)
-    found = run_distributed(_step, 4, [flags | {"recompute-ahead-layers": k} for k in aheads], layout, timeout=60)
+    cases = [flags | {"recompute-ahead-layers": k} for k in aheads]
+    cases.append(flags | _stored(tmp_path, flags, layout, ahead=2, ahead_within=1))
+    found = run_distributed(_step, 4, cases, layout, timeout=60)
     for of_rank in found:
         (gradients, loss, _), *others = of_rank
         for other, same_loss, _ in others:
@@ -96,6 +113,11 @@ def test_bits_and_the_order_of_collectives() -> None:
         assert backwards[0][-2 * ahead :] == ["all_gather_into_tensor"] * 2 * ahead or not ahead
         assert len(backwards[0]) == 2 * (1 + 2 * 4) + 2 * ahead
         assert sorted(logs[0, 0]) == sorted(found[0][0][2][2])  # nothing twice
+    late = {(tp, pp): log for tp, pp, log in (of_rank[3][2] for of_rank in found)}
+    assert late[0, 0] == late[1, 0] and late[0, 1] == late[1, 1]
+    never, always = _before_messages(found[0][0][2][2]), _before_messages(found[0][2][2][2])
+    # two forwards are in flight at every backward but the last one of the step
+    assert _before_messages(late[0, 0]) == [*never[:-1], [*never[-1], *["all_gather_into_tensor"] * 4]] != always
 
 
 def _before_messages(log: list[str]) -> list[list[str]]:
@@ -128,7 +150,7 @@ def test_bits_of_other_plans(layout: Layout, recompute: Flags) -> None:
             assert all(torch.equal(other[name], gradient) for name, gradient in gradients.items())
 
 
-def test_bytes_are_predicted() -> None:
+def test_bytes_are_predicted(tmp_path: Path) -> None:
     """Live peak within 0.1 %: what is rebuilt ahead is alive at once."""
     wide = COMMON | {
         "num-layers": 6,
@@ -140,12 +162,14 @@ def test_bytes_are_predicted() -> None:
     }
     cases = [wide | FULL | {"recompute-ahead-layers": k} for k in (0, 1, 3)]
     cases.append(wide | FULL | {"recompute-ahead-layers": 3, "pipeline-schedule": "zb-h1"})
+    cases.append(wide | _stored(tmp_path, wide, Layout(pp=2), ahead=3, ahead_within=1))
     first, last = run_distributed(run_cases, 2, cases, Layout(pp=2), timeout=60)
     for seen, predicted in (*first, *last):
         assert seen.kept == predicted.kept_peak_bytes
         assert abs(seen.peak - predicted.activation_bytes) <= 0.001 * seen.peak
     peaks = [seen.peak for seen, _ in first]
     assert peaks[0] < peaks[1] < peaks[2]
+    assert peaks[0] <= peaks[4] < peaks[2]  # all of it, but while one micro-batch is in flight
     assert len({seen.peak for seen, _ in last[:3]}) == 1  # nobody waits for a gradient there
 
 
@@ -158,6 +182,14 @@ def test_the_last_units_of_a_chunk() -> None:
     plan = Plan(((singles,), (ChunkPlan(),)))
     assert Plan.from_json(plan.to_json()) == plan
     assert plan.digest() != Plan(((ChunkPlan(),), (ChunkPlan(),))).digest()
+    few = ChunkPlan(ahead=1, ahead_within=2)
+    assert [few.goes_ahead(held) for held in (1, 2, 3)] == [True, True, False] and singles.goes_ahead(99)
+    assert not ChunkPlan(ahead_within=2).goes_ahead(1)
+    plan = Plan(((few,), (ChunkPlan(),)))
+    assert Plan.from_json(plan.to_json()) == plan
+    with pytest.raises(ValueError, match="ahead_within=-1 is not a number of forwards in flight"):
+        ChunkPlan(ahead_within=-1)
+    assert list(in_flight_of(one_f_one_b(3, 0, 4)).values()) == [3, 3, 2, 1]
 
 
 def test_the_simulator_prices_what_is_done_while_waiting() -> None:

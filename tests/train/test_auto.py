@@ -48,6 +48,7 @@ class Seen:
     digest: str
     chunks: int  # of its stage, with different save-sets
     slots: int
+    ahead: tuple[tuple[int, int], ...]  # of its stage, by chunk: layers, and forwards in flight
 
 
 def task(flags: Flags, layout: Layout) -> Task:
@@ -106,6 +107,7 @@ def _one(
     return Seen(
         state + min(peaks), row.total_bytes, state, row.state_bytes, same, plan.digest(), len(sets),
         max(len(plan.slots(stage, c)) for c in range(len(trainer.chunks))),
+        tuple((chunk.ahead, chunk.ahead_within) for chunk in plan.stages[stage]),
     )  # fmt: skip
 
 
@@ -124,9 +126,12 @@ def check(flags: Flags, layout: Layout, within: float) -> list[list[Seen]]:
 
 
 def test_within_the_budget_as_predicted_and_the_same_bits() -> None:
-    """T0 with dropout: three budgets, three plans, live peaks within 3 %."""
+    """T0 with dropout: three budgets, three plans, live peaks within 3 %.  Stage 0 replays ahead of the gradient: a
+    layer in every backward, then all while one micro-batch is in flight."""
     seen = check(GPT | DROPOUT, Layout(pp=2), 0.03)
     assert len({rank.digest for rank in seen[0]}) == 3
+    assert [rank.ahead for rank in seen[0]] == [((1, 0),), ((2, 1),), ((2, 1),)]
+    assert {rank.ahead for rank in seen[1]} == {((0, 0),)}
 
 
 def _stored(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[bool, int, int]:
@@ -172,7 +177,8 @@ def test_a_run_says_stores_and_checkpoints_its_plan(tmp_path: Path) -> None:
     (_, text) = run_distributed(_said, 2, flags | auto | paths, layout)
     plan = Plan.from_json(json.loads((tmp_path / "run" / "plan.json").read_text()))
     lines = [line.removeprefix("megackpt: auto: ") for line in text.splitlines() if line.startswith("megackpt: auto:")]
-    assert lines[0].startswith(f"per stage within {format_bytes(int(budget * GIB))} a rank: predicted peak by stage ")
+    within = f" within {format_bytes(int(budget * GIB))} a rank: predicted peak by stage "
+    assert lines[0].startswith(f"{plan.name}{within}") and plan.name.startswith("per stage")
     assert lines[1].startswith("stage 0: ") and lines[2].startswith("stage 1: ")
     assert lines[1].removeprefix("stage 0") != lines[2].removeprefix("stage 1")
     (saved,) = (tmp_path / "ckpt").glob("iter_*/run.json")

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from megackpt.plan.choose.ahead import Ahead, with_ahead
 from megackpt.plan.choose.flags import best_policy, flag_policies
 from megackpt.plan.choose.knapsack import Table
 from megackpt.plan.choose.pareto import Item, group_items, layer_items
@@ -37,6 +38,7 @@ class Options:
 
     split: bool = False  # other numbers of layers per stage
     slots: bool = False  # keep more for some of the micro-batches in flight
+    ahead: bool = False  # rebuild while a gradient is on its way
     offload: bool = False  # host memory
     groups: bool = True  # groups of layers replayed as one, where nothing else fits
     keep_gathered: bool = True
@@ -45,6 +47,7 @@ class Options:
 DEFAULTS = Options()
 # How finely a stage's last bytes are spent: parts of what the bound of a stage may count too much.
 GRAINS, GRAINS_OF_CHUNKS = 64, 16
+COARSER = 4  # where those bytes are for replay ahead
 MOST_FAR = 3  # budgets that are tried where predictions are known to be wrong
 MOST_SIMULATED = 2_000_000  # actions, to decide stage by stage: two seconds
 
@@ -82,6 +85,13 @@ def choose(problem: Problem, options: Options = DEFAULTS, items: Sequence[Item] 
     """
     chooser = Chooser(problem, options, items)
     counts, picks, name = chooser.result()
+    if options.ahead:
+
+        def bound(stage: int, pick: Pick) -> int:
+            tried = (*picks[:stage], pick, *picks[stage + 1 :])
+            return problem.timeline(counts, tried).peak_bytes[stage]
+
+        picks = chooser.ahead(counts, picks, bound)
     return chooser.choice(counts, picks, name)
 
 
@@ -129,6 +139,7 @@ class Chooser:
         timeline = problem.timeline(counts, picks)
         name += ", other layers per stage" * (counts != problem.division)
         name += ", slots" * any(len(pick.slots) > 1 for pick in picks)
+        name += ", ahead" * any(pick.ahead for pick in picks)
         name += ", host memory" * any(pick.host_bytes for pick in picks)
         return Choice(problem, counts, picks, timeline, problem.step_seconds(problem.division, None), name)
 
@@ -167,14 +178,31 @@ class Chooser:
         slotted = [self._refined(stage, layers, predicted, self.slotted) for stage, layers in enumerate(counts)]
         return self._better(counts, tuple(picks), slotted)
 
+    def ahead(self, counts: Counts, picks: tuple[Pick, ...], predicted: Predicted) -> tuple[Pick, ...]:
+        """The picks with replay ahead, where ``predicted`` bytes allow it and it makes the simulated step shorter."""
+        problem = self.problem
+        grains = (GRAINS if problem.chunks == 1 else GRAINS_OF_CHUNKS) // COARSER
+
+        def leaner(stage: int, ahead: Ahead) -> Pick | None:
+            def bytes_of(stage: int, pick: Pick) -> int:
+                return predicted(stage, ahead(pick))
+
+            pick = self._refined(stage, counts[stage], bytes_of, self.slotted, grains, max(counts[stage]))
+            return pick and ahead(pick)
+
+        return with_ahead(problem, counts, picks, lambda s, pick: predicted(s, pick) <= problem.budget_bytes, leaner)
+
     def _refined(
-        self, stage: int, layers: tuple[int, ...], predicted: Predicted, solve: Callable[..., Pick | None]
-    ) -> Pick | None:
+        self, stage: int, layers: tuple[int, ...], predicted: Predicted, solve: Callable[..., Pick | None],
+        grains: int = 0, more: int = 1,
+    ) -> Pick | None:  # fmt: skip
         """What the bound of `Problem.room` allows at some budget near the given one.  Candidates stand on a grid that
-        does not depend on the budget, and are tried by halving: so more memory never gives a slower pick."""
+        does not depend on the budget, and are tried by halving: so more memory never gives a slower pick.  ``more``:
+        so many layers may be rebuilt at once."""
         budget, slack = self.problem.budget_bytes, self.problem.slack_bytes(stage)
-        grain = max(1, slack // (GRAINS if len(layers) == 1 else GRAINS_OF_CHUNKS))
-        near = budget if self.problem.split_backward or self.far else slack  # weight gradients wait beyond the bound
+        grain = max(1, slack // (grains or (GRAINS if len(layers) == 1 else GRAINS_OF_CHUNKS)))
+        near = more * slack
+        near = budget if self.problem.split_backward or self.far else near  # weight gradients wait beyond the bound
         slack = MOST_FAR * budget if self.far else slack
         best, low, high = None, 0, 1 << 50
         while high - low > 1:
@@ -274,7 +302,12 @@ def chunk_plans(counts: Counts, stage: int, pick: Pick) -> tuple[Slots, ...]:
     made = []
     for chunk, layers in enumerate(counts[stage]):
         first = sum(sizes[: chunk * len(counts) + stage])
-        made.append(tuple(_chunk_plan(range(first, first + layers), slot[chunk]) for slot in pick.slots))
+        made.append(
+            tuple(
+                _chunk_plan(range(first, first + layers), slot[chunk], pick.units_ahead(number, chunk), pick.within)
+                for number, slot in enumerate(pick.slots)
+            )
+        )
     return tuple(made)
 
 
@@ -283,7 +316,7 @@ def ends_of(layers: range) -> ChunkPlan:
     return chunk_plan(layers, granularity="free", chunked_loss=True)
 
 
-def _chunk_plan(layers: range, items: Sequence[Item]) -> ChunkPlan:
+def _chunk_plan(layers: range, items: Sequence[Item], ahead: int, within: int) -> ChunkPlan:
     sets = dict(ends_of(layers).save_sets)
     groups = []
     place = layers.start
@@ -294,7 +327,7 @@ def _chunk_plan(layers: range, items: Sequence[Item]) -> ChunkPlan:
         for layer in range(place, place + item.layers):
             sets[f"layers.{layer}"] = _away(save_set) if item.host_bytes else save_set
         place += item.layers
-    return ChunkPlan(sets, tuple(groups))
+    return ChunkPlan(sets, tuple(groups), ahead, within if ahead else 0)
 
 
 def _away(save_set: SaveSet) -> SaveSet:

@@ -143,7 +143,13 @@ def problem_of(
         message_bytes=messages,
         transfer_seconds=pricing.clock.send(made.boundary_bytes),
         host_bytes_per_s=machine.host_bytes_per_s,
+        speed=partial(_speed, machine, layout.t * layout.c * layout.d) if machine.shared_rates else None,
     )
+
+
+def _speed(machine: Machine, ranks: int, stages: int) -> float:
+    """Of a stage of so many ranks while ``stages`` compute on one host."""
+    return machine.speed(stages * ranks)
 
 
 def _end(pricing: EnginePrices, layer: LayerProfile, state: int) -> End:
@@ -243,6 +249,8 @@ def choose_for(
         slower = problem.step_seconds(counts, refined) > problem.step_seconds(counts, picks)
         if not slower or any(predictor.stage_bytes(counts, s, pick) > budget for s, pick in enumerate(picks)):
             picks, name = refined, chooser.name
+    if options.ahead:
+        picks = chooser.ahead(counts, picks, partial(predictor.stage_bytes, counts))
     choice = chooser.choice(counts, picks, name)
     return Chosen(choice, predictor.placed(counts), predictor(choice))
 

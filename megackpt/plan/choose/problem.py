@@ -7,7 +7,7 @@ from the budget first; the rest of a stage is for activations: its *room*.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -18,8 +18,8 @@ from megackpt.plan.choose.prices import PICO, LayerPricing
 from megackpt.plan.policies import full_layer
 from megackpt.plan.predict import RESIDENT
 from megackpt.plan.schedule import Action, schedule_lists
-from megackpt.plan.simulate import Cost, Order, Timeline
-from megackpt.plan.slots import slots_of
+from megackpt.plan.simulate import Cost, Order, Speed, Timeline
+from megackpt.plan.slots import in_flight_of, slots_of
 from megackpt.plan.split import split_layers
 
 Counts = tuple[tuple[int, ...], ...]
@@ -52,13 +52,43 @@ class Pick:
     """The choice for one stage.
 
     ``slots``: mixtures by [slot][chunk]; slots beyond the last have its mixtures (usually there is one, for all).
+    ``ahead``: by [slot][chunk], how many of a mixture's last items are rebuilt while a gradient is under way; (): none.
+    ``within``: only while at most so many forwards are in flight on the stage; 0: always.
     """
 
     slots: tuple[tuple[tuple[Item, ...], ...], ...]
+    ahead: tuple[tuple[int, ...], ...] = ()
+    within: int = 0
 
     @property
     def transient_bytes(self) -> int:
-        return max((i.transient_bytes for slot in self.slots for mixture in slot for i in mixture), default=0)
+        return max((self.rebuilt(s, c, 1) for s, slot in enumerate(self.slots) for c in range(len(slot))), default=0)
+
+    def rebuilt(self, slot: int, chunk: int, in_flight: int) -> int:
+        """Most bytes of one backward beside what is kept: of what is ahead all at once, of the rest one by one."""
+        sizes = [item.transient_bytes for item in self.slots[slot][chunk]]
+        early = len(sizes) - self.units_ahead(slot, chunk) * self.goes_ahead(in_flight)
+        return max([*sizes[:early], sum(sizes[early:])], default=0)
+
+    def goes_ahead(self, in_flight: int) -> bool:
+        """As of the chunk plans that are made of it."""
+        return bool(self.ahead) and (not self.within or in_flight <= self.within)
+
+    def units_ahead(self, slot: int, chunk: int) -> int:
+        return self.ahead[slot][chunk] if self.ahead else 0
+
+    @property
+    def ahead_ps(self) -> tuple[tuple[int, ...], ...]:
+        """Of `replay_ps`, what waits for no gradient."""
+        return tuple(
+            tuple(sum(i.replay_ps for i in m[len(m) - self.units_ahead(s, c) :]) for c, m in enumerate(slot))
+            for s, slot in enumerate(self.slots)
+        )
+
+    def with_ahead(self, ahead: Sequence[Sequence[int]], within: int = 0) -> Pick:
+        """The same with so many of the last items ahead."""
+        rows = tuple(map(tuple, ahead))
+        return replace(self, ahead=rows, within=within) if any(map(any, rows)) else replace(self, ahead=(), within=0)
 
     @property
     def replay_ps(self) -> tuple[tuple[int, ...], ...]:
@@ -97,6 +127,7 @@ class Problem:
     piece_bytes: int = 0  # kept per micro-batch in flight and chunk besides layers and ends
     transfer_seconds: float = 0.0
     host_bytes_per_s: float = 0.0  # in each direction, while computing
+    speed: Speed | None = field(default=None, compare=False)  # where stages share processors
 
     def __post_init__(self) -> None:
         if self.counts is None:
@@ -127,6 +158,11 @@ class Problem:
     @cached_property
     def _taken(self) -> tuple[Mapping[tuple[int, int], int], ...]:
         return tuple(slots_of(actions) for actions in self.order.lists)
+
+    @cached_property
+    def in_flight(self) -> tuple[Mapping[Action, int], ...]:
+        """By stage, of every backward: the forwards in flight then."""
+        return tuple(in_flight_of(actions) for actions in self.order.lists)
 
     @cached_property
     def split_backward(self) -> bool:
@@ -188,30 +224,55 @@ class Problem:
             result += [seconds[a.kind, a.chunk, self.slot(stage, a, count)] for a in actions]
         return result
 
+    def early(self, picks: Sequence[Pick] | None) -> list[float] | None:
+        """What each action may do before its message is there, for `Order.clock`; None: nothing."""
+        if not any(pick.ahead for pick in picks or ()):
+            return None
+        result: list[float] = []
+        for stage, (actions, pick) in enumerate(zip(self.order.lists, picks or (), strict=True)):
+            if not pick.ahead:
+                result += [0.0] * len(actions)
+                continue
+            ahead, count, flying = pick.ahead_ps, len(pick.slots), self.in_flight[stage]
+            result += [
+                ahead[self.slot(stage, a, count)][a.chunk] / PICO
+                if a.kind == "B" and pick.goes_ahead(flying[a])
+                else 0.0
+                for a in actions
+            ]
+        return result
+
     def step_seconds(self, counts: Counts, picks: Sequence[Pick] | None) -> float:
-        return self.order.step_seconds(self.durations(counts, picks), self.transfer_seconds)
+        durations = self.durations(counts, picks)
+        return self.order.step_seconds(durations, self.transfer_seconds, self.early(picks), self.speed)
 
     def timeline(self, counts: Counts, picks: Sequence[Pick]) -> Timeline:
         """The simulated step, with every stage's bytes over time (state included)."""
-        seconds = iter(self.durations(counts, picks))
+        durations = self.durations(counts, picks)
+        seconds = iter(zip(durations, self.early(picks) or [0.0] * len(durations), strict=True))
         table = [{action: next(seconds) for action in actions} for actions in self.order.lists]
         leaves = "W" if self.split_backward else "B"
 
         def cost(stage: int, action: Action) -> Cost:
-            slots, ends = picks[stage].slots, self.ends(stage, action.chunk)
-            mixture = slots[self.slot(stage, action, len(slots))][action.chunk]
+            pick, ends = picks[stage], self.ends(stage, action.chunk)
+            slot = self.slot(stage, action, len(pick.slots))
+            mixture = pick.slots[slot][action.chunk]
+            whole, early = table[stage][action]
             kept = self.piece_bytes + sum(i.kept_bytes for i in mixture) + sum(e.kept_bytes for e in ends)
             if action.kind == "F":
                 extra = max([self.pricing.forward_transient_bytes(), *(e.transient_bytes for e in ends)])
-                return Cost(table[stage][action], kept, kept + extra)
-            rebuilt = max([i.transient_bytes for i in mixture] + [e.transient_bytes for e in ends], default=0)
-            return Cost(table[stage][action], -kept * (action.kind == leaves), rebuilt * (action.kind == "B"))
+                return Cost(whole, kept, kept + extra)
+            if action.kind == "W":
+                return Cost(whole, -kept)
+            rebuilt = pick.rebuilt(slot, action.chunk, self.in_flight[stage][action])
+            rebuilt = max([rebuilt, *(e.transient_bytes for e in ends)])
+            return Cost(whole, -kept * (action.kind == leaves), rebuilt, early)
 
         held = [
             self.state_bytes(stage, sum(counts[stage])) + self.lane_bytes(stage, pick)
             for stage, pick in enumerate(picks)
         ]
-        return self.order.run(cost, self.transfer_seconds, held)
+        return self.order.run(cost, self.transfer_seconds, held, speed=self.speed)
 
     def slack_bytes(self, stage: int) -> int:
         """At least what the bound of `room` counts too much: things that are never alive at one time."""
