@@ -92,8 +92,9 @@ def refuse_impossible(task: Task) -> None:
     except DoesNotFit as short:
         ways = [f"{flag} ({gib(size)} GiB)" for flag, size in _ways(task) if size <= task.budget_bytes]
         help_ = f"What reaches it: {', or '.join(ways)}." if ways else "More tensor or pipeline parallelism is needed."
+        asked = f"{task.budget_bytes / GIB:.6g}" if task.budget_bytes else "of less than a byte"
         raise UsageError(
-            f"{BUDGET} {task.budget_bytes / GIB:.6g} is impossible: even with everything replayed {short}."
+            f"{BUDGET} {asked} is impossible: even with everything replayed {short}."
             f" Nearest possible: {BUDGET} {gib(least)}. {help_}"
         ) from None
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from megackpt.observe.plan_words import plan_lines
 from megackpt.plan.accelerators import GIB, MIB
+from megackpt.plan.advice import size_words
 from megackpt.plan.evaluation import FIXED, Evaluation
 from megackpt.plan.predict import STATE
 from megackpt.plan.profile import absent_steps
@@ -40,7 +41,7 @@ def _head(report: Report) -> str:
         f"{e.devices:,} ranks ({axes}{chunks}), {layout.n} micro-batches of {layout.micro_batch},"
         f" sequence parallel {'on' if layout.sequence_parallel else 'off'},"
         f" optimizer {'sharded' if layout.sharded_optimizer else 'whole on each rank'}",
-        f"{report.machine.name}, budget {report.budget_bytes / GIB:.1f} GiB a rank",
+        f"{report.machine.name}, budget {size_words(report.budget_bytes)} a rank",
     ]
     lines += [f"note: {text}" for text in report.notices]
     return _wrapped(lines) + "\n"

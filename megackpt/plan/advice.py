@@ -15,11 +15,16 @@ from megackpt.plan.policies import keep_everything, selective
 from megackpt.plan.split import split_flags
 from megackpt.plan.steps import GATHERS
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 # Differences between stages that are worth a sentence.
 UNEVEN_SECONDS = 0.05
 WORTH_SAYING = 5e-4  # of a step
 UNEVEN_BYTES = 0.1
+
+
+def size_words(size: int) -> str:
+    """In GiB from a twentieth of one on (0.1 as it is printed), else in MiB."""
+    return f"{size / GIB:.1f} GiB" if size >= GIB // 20 or not size else f"{size / MIB:.2f} MiB"
 
 
 def advise(
@@ -51,22 +56,22 @@ def _choice(
         yield f"Nothing fits, whatever is replayed: {why_not}."
         yield from _smaller(evaluator, given, budget)
     elif nothing.fits(budget):
-        spare = (budget - nothing.peak_bytes) / GIB
-        yield f"Nothing need be replayed: keeping everything fits with {spare:.1f} GiB to spare on the fullest stage."
+        spare = size_words(budget - nothing.peak_bytes)
+        yield f"Nothing need be replayed: keeping everything fits with {spare} to spare on the fullest stage."
         if given.replays and given.step_seconds > nothing.step_seconds:
             saved = 1 - nothing.step_seconds / given.step_seconds
             yield f"Leave the recompute flags out: the step becomes {saved:.1%} shorter."
     else:
-        over = (nothing.peak_bytes - budget) / GIB
-        yield f"Something must be replayed: keeping everything needs {over:.1f} GiB more than the budget."
+        over = size_words(nothing.peak_bytes - budget)
+        yield f"Something must be replayed: keeping everything needs {over} more than the budget."
         yield from _beside(budget, given, best)
 
 
 def _beside(budget: int, given: Evaluation, best: Evaluation) -> Iterator[str]:
-    what = f"the plan '{best.name}' ({_overhead(best)}, peak {best.peak_bytes / GIB:.1f} GiB)"
+    what = f"the plan '{best.name}' ({_overhead(best)}, peak {size_words(best.peak_bytes)})"
     if not given.fits(budget):
-        short = (given.peak_bytes - budget) / GIB
-        yield f"The flags as given do not fit: they are {short:.1f} GiB short. Use {what}."
+        short = size_words(given.peak_bytes - budget)
+        yield f"The flags as given do not fit: they are {short} short. Use {what}."
     elif best.step_seconds < given.step_seconds * (1 - 1e-6):
         gain = 1 - best.step_seconds / given.step_seconds
         yield f"{what[0].upper()}{what[1:]} makes the step {gain:.1%} shorter than the flags as given."
@@ -100,7 +105,7 @@ def _won(
         yield f"It has other numbers of layers per stage: train with {flags_}."
     most = max(row.host_bytes for row in best.prediction.stages)
     if most:
-        yield f"Up to {most / GIB:.1f} GiB of a rank wait in host memory."
+        yield f"Up to {size_words(most)} of a rank wait in host memory."
 
 
 def _smaller(evaluator: Evaluator, given: Evaluation, budget: int) -> Iterator[str]:
@@ -108,7 +113,7 @@ def _smaller(evaluator: Evaluator, given: Evaluation, budget: int) -> Iterator[s
     fixed = max(sum(row.terms.get(name, 0) for name in FIXED) for row in given.prediction.stages)
     if fixed > budget:
         yield (
-            f"Before any activation a rank holds {fixed / GIB:.1f} GiB (weights, gradients, optimizer, driver): raise"
+            f"Before any activation a rank holds {size_words(fixed)} (weights, gradients, optimizer, driver): raise"
             " --tensor-model-parallel-size or --pipeline-model-parallel-size"
             + ("." if layout.sharded_optimizer or layout.d == 1 else ", or give --use-distributed-optimizer.")
         )
@@ -153,8 +158,8 @@ def _stages(given: Evaluation) -> Iterator[str]:
     low, high = min(totals), max(totals)
     if high > low * (1 + UNEVEN_BYTES):
         yield (
-            f"Ranks differ: stage {totals.index(high)} peaks at {high / GIB:.1f} GiB, stage {totals.index(low)} at"
-            f" {low / GIB:.1f} GiB. Early stages hold more micro-batches in flight, the ends hold the vocabulary."
+            f"Ranks differ: stage {totals.index(high)} peaks at {size_words(high)}, stage {totals.index(low)} at"
+            f" {size_words(low)}. Early stages hold more micro-batches in flight, the ends hold the vocabulary."
         )
 
 
@@ -187,7 +192,7 @@ def _head(given: Evaluation) -> Iterator[str]:
     moment = row.terms["transient"] + row.terms["ends"]
     if row.peak_step.startswith("head") and moment > row.terms["activations"] and moment > row.total_bytes / 10:
         yield (
-            f"The peak of stage {row.stage} is the head's ({moment / GIB:.1f} GiB of logits and loss), not the layers':"
+            f"The peak of stage {row.stage} is the head's ({size_words(moment)} of logits and loss), not the layers':"
             " --loss-chunk-size lowers it, recomputing layers does not."
         )
 

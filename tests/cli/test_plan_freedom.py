@@ -7,6 +7,7 @@ import pytest
 from megackpt.cli.main import main
 from megackpt.config.errors import UsageError
 from megackpt.plan.accelerators import GIB
+from megackpt.plan.advice import size_words
 from tests.cli.test_plan import RUN, report, said, words
 
 HEAVY_HEAD = RUN.replace("--vocab-size 32000", "--vocab-size 128000").replace("--num-layers 8", "--num-layers 12")
@@ -74,3 +75,14 @@ def test_the_trainers_own_choice_can_be_planned() -> None:
     assert made.given.name == "per stage, ahead" and made.fits and made.budget_bytes == round(4.3 * GIB)
     with pytest.raises(UsageError, match="--memory-budget-gib 4 is impossible"):
         report("--recompute-granularity auto --memory-budget-gib 4.0")
+
+
+def test_small_sizes_are_said_in_mib() -> None:
+    assert [size_words(size) for size in (0, 3 * 2**19, GIB // 16, 5 * GIB // 2)] == [
+        "0.0 GiB",
+        "1.50 MiB",
+        "0.1 GiB",
+        "2.5 GiB",
+    ]
+    with pytest.raises(UsageError, match="--memory-budget-gib of less than a byte is impossible"):
+        report("--recompute-granularity auto --memory-budget-gib 1e-10")
