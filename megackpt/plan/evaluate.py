@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from megackpt.plan.accelerators import Machine
-from megackpt.plan.choose.engine import EnginePrices
+from megackpt.plan.choose.engine import EnginePrices, stage_speed
 from megackpt.plan.decision import SHARD, ChunkPlan, Group, Plan, SaveSet, group_at
 from megackpt.plan.evaluation import FIXED, Evaluation, StageSeconds
 from megackpt.plan.flops import ModelShape, layer_forward, logits_forward, model_flops
@@ -42,12 +42,7 @@ class Evaluator:
 
     @cached_property
     def speed(self) -> Speed | None:
-        """Of a stage while several compute, where all ranks share one host's cores and caches."""
-        slowdown = self.machine.company(self.layout.world).slowdown
-        if not self.machine.shared_rates and slowdown == 1:
-            return None
-        ranks = self.layout.t * self.layout.c * self.layout.d  # of a stage, which compute together
-        return lambda stages: self.machine.speed(stages * ranks) / slowdown
+        return stage_speed(self.machine, self.layout)
 
     def __call__(self, plan: Plan, layout: Layout | None = None) -> Evaluation:
         """``layout``: the same with its layers divided otherwise."""

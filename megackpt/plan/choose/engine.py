@@ -34,6 +34,7 @@ from megackpt.plan.policies import full_layer
 from megackpt.plan.predict import Prediction, predict, predict_stage, short_lists
 from megackpt.plan.profile import LayerProfile, Profile, profile
 from megackpt.plan.seconds import StepClock
+from megackpt.plan.simulate import Speed
 from megackpt.plan.steps import BLOCK, BLOCK_NAMES, GATHERS
 
 # Messages alive beside activations: one posted ahead per direction, one sent that has not left.
@@ -143,13 +144,17 @@ def problem_of(
         message_bytes=messages,
         transfer_seconds=pricing.clock.send(made.boundary_bytes),
         host_bytes_per_s=machine.host_bytes_per_s,
-        speed=partial(_speed, machine, layout.t * layout.c * layout.d) if machine.shared_rates else None,
+        speed=stage_speed(machine, layout),
     )
 
 
-def _speed(machine: Machine, ranks: int, stages: int) -> float:
-    """Of a stage of so many ranks while ``stages`` compute on one host."""
-    return machine.speed(stages * ranks)
+def stage_speed(machine: Machine, layout: Layout) -> Speed | None:
+    """Of a stage while several compute, where all ranks share one host's cores and caches."""
+    slowdown = machine.company(layout.world).slowdown
+    if not machine.shared_rates and slowdown == 1:
+        return None
+    ranks = layout.t * layout.c * layout.d  # of a stage, which compute together
+    return lambda stages: machine.speed(stages * ranks) / slowdown
 
 
 def _end(pricing: EnginePrices, layer: LayerProfile, state: int) -> End:
