@@ -14,7 +14,7 @@ tensors would save a sixth of the update's time, which is itself below 1 % of a 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -78,13 +78,16 @@ class MasterOptimizer:
             self.flat.settle()
 
     @torch.no_grad()
-    def refresh_masters(self) -> None:
-        """Take the parameters as they are now: after weights were loaded without the optimizer's state.
+    def refresh_masters(self, names: Collection[str] | None = None) -> None:
+        """Take the parameters (those of `names`) as they are now: after weights were loaded without the masters.
 
         Without it the first step would bring back the weights from before the load.
         """
-        if self._copies:
-            torch._foreach_copy_(self._masters, self._parameters)
+        if not self._copies:
+            return
+        for master, parameter, record in zip(self._masters, self._parameters, self._records, strict=True):
+            if names is None or record.name in names:
+                master.copy_(parameter)
 
     def _round_masters(self) -> None:
         if self._copies:

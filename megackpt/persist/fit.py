@@ -115,12 +115,13 @@ def _conversions(pieces: Sequence[Piece], manifest: Manifest) -> list[str]:
 
 def _advice(keys: Sequence[str]) -> str:
     """What to do about keys that only one side has."""
-    if all(key.startswith("optimizer.master.") for key in keys):  # master weights exist where parameters are narrower
-        return (
-            "the number format of the parameters (--bf16, --params-dtype) is not that run's: keep it, or give"
-            " --no-load-optim to begin with a fresh optimizer on its weights"
-        )
-    return "the model flags (such as --num-layers) must be those of that run"
+    if any(group_of(key) != "optimizer" for key in keys):
+        return "the model flags (such as --num-layers) must be those of that run"
+    narrow = all(key.startswith("optimizer.master.") for key in keys)  # only these have masters
+    what = "the number format of the parameters (--bf16, --params-dtype)" if narrow else "the optimizer (--optimizer)"
+    return (
+        f"{what} is not that run's: keep it, or give --no-load-optim to begin with a fresh optimizer on its weights"
+    )
 
 
 def _listed(items: Sequence[str], separator: str = ", ") -> str:

@@ -37,7 +37,8 @@ _LARGEST_RUN_FILE = 64 << 20  # bytes
 class LoadReport:
     """What was loaded. `messages` are for the user, on one rank; they are the same on all.
 
-    `rng_loaded` False means that this run's RNG streams still stand where its seed put them.
+    `rng_loaded` False means that this run's RNG streams still stand where its seed put them. `missing`: keys that
+    any rank wanted and that are not there, as `strictness` allows; their tensors are untouched.
     """
 
     iteration: int
@@ -45,6 +46,7 @@ class LoadReport:
     extra: dict[str, Any]
     messages: tuple[str, ...]
     rng_loaded: bool
+    missing: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,8 @@ def load(
     Called by all ranks together. `want`: which of "model", "optimizer", "rng" to read; tensors of other groups stay
     as they are (`--finetune` wants the model, `--no-load-optim` all but the optimizer). `iteration`: this one and
     no other. `strictness`: what becomes of keys that only one side has, see `persist.fit`.
-    Raises UsageError if the checkpoint does not fit the run (naming tensors, shapes and flags), CheckpointError if
-    there are checkpoints and none is whole. After an error while reading, the tensors hold neither old nor new.
+    Raises UsageError if the checkpoint does not fit the run (naming tensors, shapes and flags) or if there are
+    checkpoints and none is whole, CheckpointError if reading fails: the tensors then hold neither old nor new.
     """
     root, ranks, wanted = Path(root), Ranks(group), frozenset(want)
     if unknown := wanted - set(GROUPS):
@@ -91,8 +93,9 @@ def load(
     messages += _union(ranks.gather(fit.messages))
     _read(ranks, fit, found)
     rng_loaded = any(piece.group == "rng" for piece in fit.pieces)
+    missing = frozenset(keys - set(found.manifest.tensors))
     return LoadReport(
-        found.manifest.iteration, found.directory, found.run["extra"], tuple(messages), rng_loaded
+        found.manifest.iteration, found.directory, found.run["extra"], tuple(messages), rng_loaded, missing
     )
 
 
@@ -128,7 +131,7 @@ def _find(ranks: Ranks, root: Path, iteration: int | None) -> tuple[_Found | Non
             return _Found(path, manifest, run), messages
         faults.append(f"{path} is not whole: {fault}")
     if faults:
-        raise CheckpointError("no checkpoint can be loaded\n" + "\n".join([*messages, *faults]))
+        raise UsageError("no checkpoint can be loaded\n" + "\n".join([*messages, *faults]))
     return None, messages
 
 
@@ -174,7 +177,7 @@ def _run(path: Path) -> dict[str, Any]:
         if not isinstance(run["extra"], dict) or not isinstance(run["layout"], dict):
             raise TypeError("its parts are not what they should be")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path / RUN_FILE} cannot be understood ({error})") from error
+        raise UsageError(f"{path / RUN_FILE} cannot be understood ({error})") from error
     return run
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,10 +15,13 @@ from megackpt.data.position import DataPosition, resume_message
 from megackpt.data.tokenizer import other_tokenizer
 from megackpt.mesh.device import DeviceSeam
 from megackpt.optim.lr_schedule import LearningRate
-from megackpt.persist import CheckpointError, HostCopy, NamedShard, Retention, RunState, Saver, load
+from megackpt.optim.update import state_kinds
+from megackpt.persist import HostCopy, NamedShard, Retention, RunState, Saver, load
 from megackpt.persist.load import LoadReport
 from megackpt.train.build import Trainer
 from megackpt.train.health import TrainingStopped
+
+_MASTER = "optimizer.master."
 
 
 @dataclass(frozen=True)
@@ -147,7 +150,7 @@ def _applied(trainer: Trainer, state: RunState, report: LoadReport, want: set[st
     except UsageError:
         raise
     except (KeyError, TypeError, ValueError) as error:
-        raise CheckpointError(
+        raise UsageError(
             f"{report.directory} does not say where its run stood ({error!r}); --finetune takes its weights alone"
         ) from error
 
@@ -160,7 +163,7 @@ def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str]
         raise UsageError(f"{other} To go on with the weights alone, load with --finetune.")
     messages += [other] if other is not None else []
     if "optimizer" in want:
-        trainer.optimizer.load_state_tensors(trainer.optimizer.state_tensors(), int(extra["optimizer_steps"]))
+        _restore_optimizer(trainer, int(extra["optimizer_steps"]), report.missing)
     else:
         trainer.optimizer.refresh_masters()  # else the first step would bring back the weights from before
     if report.rng_loaded:
@@ -179,7 +182,22 @@ def _apply(trainer: Trainer, state: RunState, report: LoadReport, want: set[str]
     )
     if said is not None:
         messages.append(said)
-    return Start(Position(int(extra["iteration"]), int(extra["consumed_samples"])), rate, tuple(messages))
+    where = Position(int(extra["iteration"]), int(extra["consumed_samples"]))
+    if trainer.config.last_iteration(where.iteration, where.consumed_samples) <= where.iteration:
+        train = trainer.config.train
+        length = f"--train-samples {train.train_samples}" if train.by_samples else f"--train-iters {train.train_iters}"
+        messages.append(f"nothing is left to train: the checkpoint is at the end of {length}, or past it")
+    return Start(where, rate, tuple(messages))
+
+
+def _restore_optimizer(trainer: Trainer, steps: int, missing: Collection[str]) -> None:
+    """Go on with the state that was read, and without what `--dist-ckpt-strictness` let be `missing` from it: masters
+    are then the weights that were read, and an optimizer without any of its moments has done no step."""
+    optimizer, kinds = trainer.optimizer, state_kinds(trainer.config.optimizer)
+    optimizer.refresh_masters({key.removeprefix(_MASTER) for key in missing if key.startswith(_MASTER)})
+    names = {record.name for _, record in trainer.parameters}
+    fresh = bool(kinds and names) and all(f"optimizer.{kinds[0]}.{name}" in missing for name in names)
+    optimizer.load_state_tensors(optimizer.state_tensors(), 0 if fresh else steps)
 
 
 def run_state(trainer: Trainer, *, optimizer: bool, rng: bool) -> RunState:

@@ -98,7 +98,7 @@ def test_no_whole_checkpoint_is_an_error_that_says_why(tmp_path: Path, damage: s
     harm, reason = DAMAGES[damage]
     harm(tmp_path / "iter_0000010")
     state = state_of(lone_mesh(), None)
-    with pytest.raises(CheckpointError, match="no checkpoint can be loaded") as caught:
+    with pytest.raises(UsageError, match="no checkpoint can be loaded") as caught:
         load(tmp_path, state, lone_mesh())
     assert reason in str(caught.value)
     assert all(bool((shard.local == -7).all()) for shard in state.tensors)  # and nothing was touched
@@ -115,7 +115,7 @@ def test_a_checkpoint_of_another_program_is_called_one(tmp_path: Path, name: str
     file = tmp_path / "iter_0000010" / name
     file.parent.mkdir(parents=True)
     file.write_bytes(b"x")
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(UsageError, match=said):
         load(tmp_path, state_of(lone_mesh(), None), lone_mesh())
 
 
@@ -127,7 +127,7 @@ def test_every_single_byte_counts(tmp_path: Path) -> None:
         size = (directory / name).stat().st_size
         for position in range(0, size, max(1, size // 23)):
             flip(directory / name, position)
-            with pytest.raises(CheckpointError):
+            with pytest.raises(UsageError):
                 loaded(tmp_path)
             flip(directory / name, position)
     assert loaded(tmp_path) == (10, ())
@@ -139,7 +139,7 @@ def test_a_tensor_taken_out_of_a_file_is_named(tmp_path: Path) -> None:
     tensors = load_file(path)
     del tensors["model.layers.0.mlp.up.weight"]
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=r"it lacks model\.layers\.0\.mlp\.up\.weight$"):
+    with pytest.raises(UsageError, match=r"it lacks model\.layers\.0\.mlp\.up\.weight$"):
         loaded(tmp_path)
 
 
@@ -180,7 +180,7 @@ def test_a_named_iteration_is_that_one_or_an_error(root: Path) -> None:
     with pytest.raises(UsageError, match=r"no checkpoint of iteration 6; it has \[5, 10\]"):
         loaded(root, iteration=6)
     truncate(root / "iter_0000010" / SHARD)
-    with pytest.raises(CheckpointError, match="iter_0000010 is not whole"):
+    with pytest.raises(UsageError, match="iter_0000010 is not whole"):
         loaded(root, iteration=10)
 
 

@@ -60,6 +60,14 @@ def test_masters_that_only_one_side_has_point_to_the_number_format(root: Path) -
         load_into(root, state)
 
 
+def test_moments_that_only_one_side_has_point_to_the_optimizer(root: Path) -> None:
+    state = state_of(lone_mesh(), None)
+    state.tensors.append(replace(EXTRA, key="optimizer.momentum_buffer.layers.2.mlp.up.weight"))
+    with pytest.raises(UsageError, match=r"which this run has\nthe optimizer \(--optimizer\).*--no-load-optim"):
+        load_into(root, state)
+    assert load_into(root, state, strictness="ignore_all").missing == {state.tensors[-1].key}
+
+
 def test_many_keys_are_not_all_listed(root: Path) -> None:
     state = state_of(lone_mesh(), None)
     state.tensors += [replace(EXTRA, key=f"model.{i}") for i in range(9)]

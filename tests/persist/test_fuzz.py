@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megackpt.config.checkpoint_folder import in_order_of_trust
+from megackpt.config.errors import UsageError
 from megackpt.persist import CheckpointError, load, save
 from megackpt.persist.manifest import Manifest, read_whole
 from megackpt.persist.tensor_reader import TensorReader, parse_header
@@ -212,14 +213,14 @@ def test_a_pipe_in_the_place_of_a_file_does_not_hang(tmp_path: Path, name: str) 
     directory = save(tmp_path, 5, state_of(lone_mesh(), 5), lone_mesh())
     (directory / name).unlink()
     os.mkfifo(directory / name)
-    with pytest.raises(CheckpointError, match=name.partition(".")[0]):
+    with pytest.raises(UsageError, match=name.partition(".")[0]):
         load(tmp_path, state_of(lone_mesh(), None), lone_mesh())
 
 
 def test_a_file_of_terabytes_is_not_read_into_memory(tmp_path: Path) -> None:
     directory = save(tmp_path, 5, state_of(lone_mesh(), 5), lone_mesh())
     os.truncate(directory / "manifest.json", 1 << 40)  # sparse: takes no room
-    with pytest.raises(CheckpointError, match=r"manifest\.json has more than \d+ bytes"):
+    with pytest.raises(UsageError, match=r"manifest\.json has more than \d+ bytes"):
         load(tmp_path, state_of(lone_mesh(), None), lone_mesh())
     with pytest.raises(CheckpointError, match="more than 10 bytes"):
         read_whole(directory / "run.json", 10)
@@ -235,5 +236,5 @@ def test_files_that_changed_places_are_found(tmp_path: Path) -> None:
     (older / name).write_bytes((newer / name).read_bytes())
     (newer / name).write_bytes(kept)
     said = r"(?s)iter_0000006 is not whole: rank_00000\.\S+ has changed.*iter_0000005 is not whole"
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(UsageError, match=said):
         load(tmp_path, state_of(mesh, None), mesh)

@@ -16,10 +16,12 @@ import torch
 
 from megackpt.config.errors import UsageError
 from megackpt.config.parse import parse_all
+from megackpt.config.run import RunConfig
 from megackpt.data.indexed_writer import IndexedWriter
+from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.persist.manifest import Manifest, digest_of
 from megackpt.train.checkpoint import Start, load_run
-from megackpt.train.loop import train
+from megackpt.train.loop import run, train
 from tests.layouts import (
     SMALL_GPT,
     Flags,
@@ -343,6 +345,32 @@ def test_other_data_are_announced(corpus: Path, saved: Path, tmp_path: Path) -> 
     (said,) = [message for message in start.messages if "not what the checkpoint was trained on" in message]
     assert str(corpus) in said and "mock data" in said and "sample 20" in said and "--finetune" in said
     assert start.position.consumed_samples == 20
+
+
+def test_a_run_that_cannot_load_is_refused_with_code_2(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torn = tmp_path / "torn" / "iter_0000005"
+    shutil.copytree(saved / torn.name, torn)
+    (torn / "rank_00000.safetensors").write_bytes(b"")
+    for flags, said in (
+        ({"load": str(torn.parent)}, "no checkpoint can be loaded\n"),
+        ({"load": str(tmp_path / "none"), "exit-on-missing-checkpoint": True}, f"{tmp_path}/none has no checkpoint"),
+        ({"load": str(saved), "ckpt-step": 3}, f"{saved} has no checkpoint of iteration 3"),
+        ({"load": str(saved), "hidden-size": 96}, f"{saved}/iter_0000005 does not fit this run: "),
+    ):
+        assert run(RunConfig.from_flags(DROPOUT | flags | {"device": "cpu"}), LaunchEnvironment.detect({})) == 2
+        err = capsys.readouterr().err
+        assert err.startswith(f"megackpt: error: {said}") and "Traceback" not in err, err
+
+
+def test_a_run_with_nothing_left_says_so(saved: Path) -> None:
+    for flags in ({"train-iters": 5}, {"train-iters": 3}):
+        ((start, _),) = run_distributed(started, 1, DROPOUT | {"load": str(saved)} | flags, Layout())
+        said = f"nothing is left to train: the checkpoint is at the end of --train-iters {flags['train-iters']}, or"
+        assert start.position.iteration == 5 and start.messages[-1].startswith(said)
+    ((start, _),) = run_distributed(started, 1, DROPOUT | {"load": str(saved), "train-iters": 6}, Layout())
+    assert "nothing" not in str(start.messages)
 
 
 def test_a_run_file_that_says_too_little_is_an_error(saved: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from megackpt.data.dataset import Batch
 from megackpt.train.checkpoint import load_run
 from megackpt.train.loop import loader
 from megackpt.train.step import Stepper
-from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, built, logged, steps, train_all
+from tests.layouts import SMALL_GPT, SMALL_LLAMA, Flags, Layout, built, logged, steps, train_all, whole_weights
 from tests.pool import run_distributed
 
 ALL_ON: Flags = {
@@ -144,6 +144,36 @@ def test_a_run_goes_on_with_the_optimizer_sharded_or_not(
     whole, parts = (logged(tmp_path / name, *WATCHED) for name in ("whole", "halves"))
     assert [row[0] for row in whole] == list(range(1, 7))
     assert parts == whole
+
+
+def _after_a_step_at_rate_zero(rank: int, world_size: int, flags: Flags) -> tuple[dict[str, Tensor], int]:
+    trainer = built(flags, Layout(dp=world_size))
+    start = load_run(trainer)
+    steps(trainer, 1, consumed=start.position.consumed_samples)
+    trainer.optimizer.settle()
+    return whole_weights(trainer), trainer.optimizer.step_count
+
+
+@pytest.mark.parametrize("sharded", [{}, ALL_ON], ids=["plain", "sharded"])
+def test_state_that_is_allowed_to_be_missing_leaves_the_weights(sharded: Flags, tmp_path: Path) -> None:
+    """MP-01, CK-12: a checkpoint without masters, or of another optimizer, under --dist-ckpt-strictness."""
+    run = SMALL_GPT | sharded | {"load": str(tmp_path), "override-opt_param-scheduler": True}
+    run_distributed(train_all, 2, run | {"train-iters": 2, "save": str(tmp_path)}, Layout(dp=2))
+    run |= {"lr": 0.0, "weight-decay": 0.0}
+    ((saved, count), *_) = run_distributed(_after_a_step_at_rate_zero, 2, run)
+    assert count == 3
+    for word, flags, updates in (
+        ("log_all", {"bf16": True}, 3),
+        ("ignore_all", FP16, 3),
+        ("log_all", {"optimizer": "sgd"}, 1),  # none of its momentum is there: a fresh one
+        ("ignore_all", {"optimizer": "sgd", "bf16": True}, 1),
+    ):
+        for weights, count in run_distributed(
+            _after_a_step_at_rate_zero, 2, run | flags | {"dist-ckpt-strictness": word}
+        ):
+            assert count == updates
+            for name, weight in weights.items():
+                assert torch.equal(weight, saved[name].to(weight.dtype)), (flags, name)
 
 
 Weights = dict[str, Tensor]
