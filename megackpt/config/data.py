@@ -91,9 +91,9 @@ class DataConfig:
         for name in ("valid", "test"):
             if by_split[name] and not self.train_data_path:
                 raise UsageError(f"--{name}-data-path {' '.join(by_split[name])} needs --train-data-path.")
-        for path in (self.data_path, *by_split.values()):
+        for flag, path in (("--data-path", self.data_path), *((f"--{n}-data-path", p) for n, p in by_split.items())):
             if path:
-                parse_data_path(path)
+                parse_data_path(path, flag)
         resets = [n for n in ("reset_position_ids", "reset_attention_mask") if getattr(self, n)]
         if self.mock_data and resets:
             flags = " and ".join("--" + name.replace("_", "-") for name in resets)
@@ -123,26 +123,26 @@ def parse_split(text: str) -> tuple[float, float, float]:
     return train / total, validation / total, test / total
 
 
-def parse_data_path(data_path: Sequence[str]) -> tuple[tuple[float | None, str], ...]:
+def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> tuple[tuple[float | None, str], ...]:
     """(weight, prefix) of every dataset, from `w1 p1 w2 p2 ...`, where the weights sum to 1, or from prefixes alone,
     where they are None: each dataset counts by its size."""
     if len(data_path) == 1 or not any(map(_is_number, data_path[::2])):
         for word in data_path if len(data_path) > 1 else ():
             if _is_number(word):
                 raise UsageError(
-                    f"--data-path: {data_path[0]!r} stands where the weight of {data_path[1]} is expected; with weights"
+                    f"{flag}: {data_path[0]!r} stands where the weight of {data_path[1]} is expected; with weights"
                     " each prefix has its own before it."
                 )
         return tuple((None if len(data_path) > 1 else 1.0, prefix) for prefix in data_path)
     if len(data_path) % 2:
         raise UsageError(
-            f"--data-path has {len(data_path)} words: give prefixes alone, or weights and prefixes in turn, such as"
-            " --data-path 30 corpus_a 70 corpus_b."
+            f"{flag} has {len(data_path)} words: give prefixes alone, or weights and prefixes in turn, such as"
+            f" {flag} 30 corpus_a 70 corpus_b."
         )
-    pairs = [(_weight(word, prefix), prefix) for word, prefix in zip(data_path[::2], data_path[1::2], strict=True)]
+    pairs = [(_weight(w, prefix, flag), prefix) for w, prefix in zip(data_path[::2], data_path[1::2], strict=True)]
     total = sum(weight for weight, _ in pairs)
     if total <= 0:
-        raise UsageError("--data-path: all weights are 0; at least one must be above 0.")
+        raise UsageError(f"{flag}: all weights are 0; at least one must be above 0.")
     return tuple((weight / total, prefix) for weight, prefix in pairs)
 
 
@@ -154,14 +154,14 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _weight(word: str, prefix: str) -> float:
+def _weight(word: str, prefix: str, flag: str) -> float:
     try:
         weight = float(word)
     except ValueError:
         raise UsageError(
-            f"--data-path: {word!r} stands where the weight of {prefix} is expected; with several datasets each"
+            f"{flag}: {word!r} stands where the weight of {prefix} is expected; with several datasets each"
             " prefix has its weight before it."
         ) from None
     if weight < 0 or not math.isfinite(weight):
-        raise UsageError(f"--data-path: the weight {word} of {prefix} must be finite and at least 0.")
+        raise UsageError(f"{flag}: the weight {word} of {prefix} must be finite and at least 0.")
     return weight

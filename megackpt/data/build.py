@@ -78,7 +78,7 @@ def build_datasets(
     `data_cache_path`, or in `megackpt-cache` beside the data. Raises UsageError if the training split cannot fill
     one sample; a validation or test split that cannot is left out, with a note.
     """
-    opened = _open(data_path, data_cache_path)
+    opened = _open("--data-path", data_path, data_cache_path)
     parts = [split_documents(parse_split(split), len(indexed)) for _, indexed, _ in opened]
     sources = {
         name: [
@@ -105,7 +105,7 @@ def build_split_datasets(
     sources = {
         name: [
             _Source(weight, indexed, range(len(indexed)), cache, f"--{name}-data-path gives")
-            for weight, indexed, cache in _open(paths.get(name, ()), data_cache_path)
+            for weight, indexed, cache in _open(f"--{name}-data-path", paths.get(name, ()), data_cache_path)
         ]
         for name in SPLITS
     }
@@ -132,12 +132,13 @@ def _names(prefixes: Sequence[str]) -> list[str]:
 
 
 def _open(
-    data_path: Sequence[str], data_cache_path: str | os.PathLike[str] | None
+    flag: str, data_path: Sequence[str], data_cache_path: str | os.PathLike[str] | None
 ) -> list[tuple[float | None, IndexedDataset, str]]:
     opened = []
     for weight, prefix in parse_data_path(data_path) if data_path else ():
         beside = os.path.join(os.path.dirname(os.path.abspath(prefix)), _CACHE_NAME)
-        opened.append((weight, IndexedDataset(prefix), os.fspath(data_cache_path) if data_cache_path else beside))
+        cache = os.fspath(data_cache_path) if data_cache_path else beside
+        opened.append((weight, IndexedDataset(prefix, flag), cache))
     return opened
 
 

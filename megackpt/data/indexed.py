@@ -43,12 +43,13 @@ class IndexedDataset:
     sequence, and document d is the sequences `bounds[d]` to `bounds[d + 1]`. Opening validates the whole index
     (magic, version, sizes, monotone offsets, bounds of `.bin`, integer tokens) and raises UsageError with the
     file and the figure that is wrong, so that a damaged file is found before training and not in its middle.
+    `flag`: what named the prefix, for the message about a file that is not there.
     """
 
-    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+    def __init__(self, prefix: str | os.PathLike[str], flag: str = "") -> None:
         self.prefix = os.fspath(prefix)
         index_path, data_path = Path(self.prefix + ".idx"), Path(self.prefix + ".bin")
-        _require_files(self.prefix, index_path, data_path)
+        _require_files(f"{flag} {self.prefix}".strip(), self.prefix, index_path, data_path)
         lengths, pointers, bounds, self.dtype = _read_index(index_path)
         data_bytes = data_path.stat().st_size
         _check_sequences(index_path, lengths, pointers, bounds, self.dtype.itemsize, data_bytes)
@@ -104,14 +105,14 @@ class IndexedDataset:
         return hashlib.blake2b(self.lengths.astype(np.int64).data, digest_size=16).hexdigest()
 
 
-def _require_files(prefix: str, index_path: Path, data_path: Path) -> None:
+def _require_files(said: str, prefix: str, index_path: Path, data_path: Path) -> None:
     for path in (index_path, data_path):
         if path.is_file():
             continue
         guesses = [prefix.removesuffix(".bin").removesuffix(".idx"), prefix + "_text_document"]
         found = [guess for guess in guesses if Path(guess + ".idx").is_file() and guess != prefix]
         hint = f"; did you mean {found[0]}" if found else "; tools/preprocess_data.py makes such files"
-        raise UsageError(f"--data-path {prefix}: there is no file {path}{hint}")
+        raise UsageError(f"{said}: there is no file {path}{hint}")
 
 
 def _map_tokens(path: Path, dtype: np.dtype[np.generic], count: int) -> NDArray[np.generic]:

@@ -75,7 +75,8 @@ def _watched(config: RunConfig, seam: DeviceSeam, board: Board, began: float) ->
         raise
     except PipelineError as error:
         board.failed(str(error), f"it failed ({error.action or 'start'})")
-        own = error.peer is None  # this rank's own fault, which a traceback explains
+        # This rank's own fault, which a traceback explains, unless it is in the user's files.
+        own = error.peer is None and not isinstance(error.__cause__, UsageError)
         leave_broken(error if own else None)
         if own:
             raise

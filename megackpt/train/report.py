@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from megackpt.observe.progress import Progress
 from megackpt.observe.record import EvaluationRecord, IterationRecord, MemoryCounters, summarise
 from megackpt.observe.report import METRICS, draw_run
 from megackpt.observe.throughput import peak_tflops, throughput
-from megackpt.observe.writers import build_writers, logging_rank
+from megackpt.observe.writers import build_writers, logging_rank, warn_stderr
 from megackpt.train.build import Trainer
 from megackpt.train.checkpoint import Position
 from megackpt.train.foresight import foresee, step_flops
@@ -45,6 +46,8 @@ class Reporter:
         if self.speaks and self.run_dir is not None:
             try:
                 self.run_dir.mkdir(parents=True, exist_ok=True)
+                (self.run_dir / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+                self._write_plan()
             except OSError as error:
                 raise UsageError(f"--run-dir {self.run_dir}: {error.strerror or error}") from error
         self._metrics = [MetricsWriter(path) for path in self._metric_files()] if self.speaks else []
@@ -87,9 +90,6 @@ class Reporter:
         padding = [padding_words(model)] if model.unpadded_query_groups < model.num_query_groups else []
         for message in (*padding, *foresee(trainer), *trainer.datasets.notes, *messages):
             self.say(f"megackpt: {message}")
-        if self.speaks and self.run_dir is not None:
-            (self.run_dir / "config.yaml").write_text(trainer.config.to_yaml())
-            self._write_plan()
 
     def replan(self, trainer: Trainer, why: str) -> None:
         """Another plan from the next iteration on: work and the run folder follow it."""
@@ -98,11 +98,20 @@ class Reporter:
         self.say(f"megackpt: {why}")
         for message in foresee(trainer):
             self.say(f"megackpt: {message}")
-        self._write_plan()
+        with self._spared("plan.json"):
+            self._write_plan()
 
     def _write_plan(self) -> None:
         if self.speaks and self.run_dir is not None:
-            (self.run_dir / "plan.json").write_text(self.trainer.plan.dumps())
+            (self.run_dir / "plan.json").write_text(self.trainer.plan.dumps(), encoding="utf-8")
+
+    @contextmanager
+    def _spared(self, what: str) -> Iterator[None]:
+        """The run folder is for people: a full disk or a damaged file in it must not end a run that has trained."""
+        try:
+            yield
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            warn_stderr(f"--run-dir {self.run_dir}: no {what}: {error}")
 
     def iteration(
         self,
@@ -188,8 +197,9 @@ class Reporter:
             metrics.close()
         self._writers.close()
         if self.speaks and self.run_dir is not None:
-            for picture in draw_run(self.run_dir):
-                print(f"megackpt: wrote {picture}", flush=True)
+            with self._spared("pictures"):
+                for picture in draw_run(self.run_dir):
+                    print(f"megackpt: wrote {picture}", flush=True)
         sys.stdout.flush()
 
 

@@ -50,7 +50,7 @@ def test_merge_refusals_leave_nothing(tmp_path: Path) -> None:
     for inputs, output, message in [
         (["a", "b"], "m", "b holds int32 and not uint16"),
         (["a"], "a", "a: is one of the datasets to merge"),
-        (["none"], "m", "there is no file .*none.idx"),
+        (["none"], "m", r"^merge_datasets\.py: /\S+/none: there is no file .*none\.idx"),
         (["empty"], "m", "the folder has no .idx files"),
     ]:
         done = tool(

@@ -41,6 +41,9 @@ def test_split_without_data_is_said_and_too_little_is_refused(tmp_path: Path) ->
     assert data.valid is None and data.notes == ("there is no valid data, so nothing is evaluated on it",)
     with pytest.raises(UsageError, match=r"--train-data-path gives train 1 of the 1 documents of .*b, 3 tokens"):
         build_split_datasets({"train": [paths["b"]]}, SampleCounts(8), SampleFormat(5), SEED)
+    missing = {"train": [paths["a"]], "valid": [paths["b"], f"{tmp_path}/c"]}
+    with pytest.raises(UsageError, match=rf"^--valid-data-path {tmp_path}/c: there is no file "):
+        build_split_datasets(missing, SampleCounts(8, 6), SampleFormat(5), SEED)
 
 
 @pytest.mark.parametrize("explicit", [False, True])

@@ -7,10 +7,15 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.layouts import SMALL_GPT, Flags, Layout, logged, train_all
-from tests.pool import run_distributed
+from megackpt.config.run import RunConfig
+from megackpt.data.indexed_writer import IndexedWriter
+from megackpt.mesh.launch import LaunchEnvironment
+from megackpt.train.loop import run
+from tests.layouts import SMALL_GPT, Flags, Layout, batches_of, built, logged, train_all
+from tests.pool import DistributedFailure, run_distributed
 
 SCALARS = {"lm loss", "learning-rate", "grad-norm", "tokens-per-second", "mem-max-allocated-bytes"}
 
@@ -65,3 +70,36 @@ def test_wandb_offline_has_one_run_with_everything(tmp_path: Path) -> None:  # O
     assert [(float(row["lm loss"]),) for row in steps] == logged(tmp_path / "metrics.jsonl", "lm_loss")
     assert len(steps) == 3
     assert any("lm loss validation" in row for row in everything)
+
+
+def _unmasked(rank: int, world_size: int, flags: Flags) -> list[int]:
+    return [int(batch["loss_mask"].sum()) for batch in batches_of(built(flags))]
+
+
+def test_tokens_per_second_leave_masked_tokens_out(tmp_path: Path) -> None:  # MX-06
+    with IndexedWriter(tmp_path / "data", np.dtype("<u2")) as writer:
+        for document in range(80):
+            writer.add([*range(1 + document % 7), 508])
+    flags = {key: value for key, value in SMALL_GPT.items() if key not in ("mock-data", "vocab-size")}
+    flags |= {"data-path": str(tmp_path / "data"), "split": "1,0,0", "train-iters": 3, "eod-mask-loss": True}
+    flags |= {"tokenizer-type": "NullTokenizer", "vocab-size": 508, "metrics-file": str(tmp_path / "log")}
+    ((*counts,),) = run_distributed(_unmasked, 1, flags)
+    run_distributed(train_all, 2, flags, Layout(dp=2))
+    found = [round(rate * seconds) for rate, seconds in logged(tmp_path / "log", "tokens_per_s", "iteration_time_s")]
+    assert found == counts[:3] and 0 < max(found) < 4 * 20
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_by_all_ranks(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").mkdir()
+    with pytest.raises(DistributedFailure, match=rf"UsageError: --run-dir {tmp_path}: Is a directory") as caught:
+        run_distributed(train_all, 2, SMALL_GPT | {"run-dir": str(tmp_path)}, Layout(dp=2))
+    assert [report.status for report in caught.value.reports] == ["raised"] * 2
+
+
+def test_pictures_that_cannot_be_drawn_do_not_end_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text("not of this kind\n")
+    flags = SMALL_GPT | {"run-dir": str(tmp_path), "train-iters": 1, "device": "cpu"}
+    assert run(RunConfig.from_flags(flags), LaunchEnvironment.detect({})) == 0
+    _, err = capsys.readouterr()
+    assert err.startswith(f"warning: --run-dir {tmp_path}: no pictures: {tmp_path}/metrics.jsonl, line 1: "), err
+    assert "Traceback" not in err

@@ -12,11 +12,13 @@ import pytest
 import torch.distributed as dist
 
 from megackpt.config.errors import UsageError
+from megackpt.config.run import RunConfig
 from megackpt.data.cache import Arrays, cached_arrays
 from megackpt.data.indexed_writer import IndexedWriter
+from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.train.agree import together
 from megackpt.train.checkpoint import load_run
-from megackpt.train.loop import train
+from megackpt.train.loop import run, train
 from tests.data_room.tokenizer_files import gpt2_files
 from tests.layouts import SMALL_GPT, Flags, Layout, built, logged, train_all
 from tests.pool import run_distributed
@@ -48,6 +50,21 @@ def test_data_of_another_tokenizer_is_refused_before_the_first_step(tmp_path: Pa
     first, second = run_distributed(_refused, 2, _flags(tmp_path, 509), Layout(pp=2))
     assert first == second
     assert f"{tmp_path}/data: holds token ids from" in first and "to 509, but there are 509 ids" in first
+
+
+def test_a_token_too_large_in_the_middle_of_a_run_is_one_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with IndexedWriter(tmp_path / "data", np.dtype("<u2")) as writer:
+        for document in range(60):
+            writer.add([*range(20), 600 if document == 30 else 508])
+    flags = {key: value for key, value in SMALL_GPT.items() if key != "mock-data"} | {"device": "cpu"}
+    flags |= {"data-path": str(tmp_path / "data"), "split": "1,0,0", "train-iters": 20, "log-interval": 1}
+    assert run(RunConfig.from_flags(flags), LaunchEnvironment.detect({})) == 1
+    out, err = capsys.readouterr()
+    assert "iteration        1/      20" in out and "iteration       20/" not in out
+    assert err.count("megackpt: error: ") == 1 and "Traceback" not in err
+    assert f"UsageError: {tmp_path}/data: holds token ids from 0 to 600, but there are 509 ids" in err
 
 
 def _resumed_with(rank: int, world_size: int, flags: Flags, other: Flags) -> list[str]:
