@@ -27,7 +27,7 @@ from torch import Tensor
 from megackpt.config.errors import UsageError
 from megackpt.config.model import ModelConfig
 from megackpt.persist.agree import CheckpointError
-from megackpt.persist.convert.megatron_names import Named, canonical, layer_count, merge
+from megackpt.persist.convert.megatron_names import Named, canonical, layer_count, merge, unknown
 from megackpt.persist.convert.weights import Make, Weights, with_vocabulary
 
 FILE = "model_optim_rng.pt"
@@ -77,10 +77,12 @@ def read_megatron(root: str | Path, vocab: int | None = None) -> Weights:
     found = sum(layer_count(chunk[0]) for chunk in chunks)
     if found != model.num_layers:
         raise CheckpointError(f"{root} holds {found} layers, its arguments say {model.num_layers}")
+    if strange := sorted({name for chunk in chunks for tensors in chunk for name in unknown(tensors)}):
+        raise UsageError(f"{root} has tensors that this model has not: {', '.join(strange[:5])}")
     tensors: dict[str, Make] = {}
     offset = 0
     for chunk in chunks:
-        for name in canonical(chunk[0], offset, model):
+        for name in canonical(chunk[0], offset):
             tensors[name.ours] = partial(_merged, chunk, name, model, ranks[0, 0].version)
         offset += layer_count(chunk[0])
     if model.tie_embeddings:
@@ -88,7 +90,7 @@ def read_megatron(root: str | Path, vocab: int | None = None) -> Weights:
     sample = tensors["embedding.word.weight"]() if "embedding.word.weight" in tensors else None
     if sample is None:
         raise CheckpointError(f"{root} has no word embedding")
-    whole = Weights(model, sample.shape[0], tensors, sample.dtype, str(root))
+    whole = Weights(model, sample.shape[0], tensors, sample.dtype, str(root), _notes(args, model))
     return with_vocabulary(whole, vocab or getattr(args, "vocab_size", None) or sample.shape[0])
 
 
@@ -204,7 +206,29 @@ _FIELDS = (
     _Field("attention_dropout", "attention_dropout"),
     _Field("init_method_std", "init_method_std"),
 )
-_ABSENT = ("num_experts", "multi_latent_attention", "apply_layernorm_1p", "add_qkv_bias")
+_ABSENT = (
+    "num_experts",
+    "multi_latent_attention",
+    "apply_layernorm_1p",
+    "add_qkv_bias",
+    "rotary_interleaved",
+    "apply_residual_connection_post_layernorm",
+    "window_size",
+    "no_rope_freq",
+    "qk_l2_norm",
+    "attention_output_gate",
+    "quick_geglu",
+    "mtp_num_layers",
+    "heterogeneous_layers_config_path",
+)
+"""Arguments with which another function is computed from (mostly) the same tensors."""
+
+
+def _notes(args: argparse.Namespace, model: ModelConfig) -> tuple[str, ...]:
+    """Differences that are too small to refuse."""
+    if model.swiglu or model.squared_relu or getattr(args, "bias_gelu_fusion", True):
+        return ()
+    return ("trained with --no-bias-gelu-fusion: its GELU is the exact one, this model's is the tanh approximation",)
 
 
 def _model(args: argparse.Namespace) -> ModelConfig:

@@ -44,6 +44,7 @@ _ENDS: dict[str, tuple[tuple[str, ...], int | None]] = {
     "head.norm.bias": (("final_layernorm.bias", "final_norm.bias"), None),
     "head.weight": (("output_layer.weight",), _COLUMN),
 }
+_NO_WEIGHTS = ("_extra_state", "inv_freq", "word_embeddings_for_head.weight")  # the last is a tied copy
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\.(.+)")
 
 
@@ -52,7 +53,13 @@ def layer_count(chunk: Collection[str]) -> int:
     return len({match[1] for name in chunk if (match := _LAYER.fullmatch(name))})
 
 
-def canonical(chunk: Collection[str], offset: int, model: ModelConfig) -> Iterator[Named]:
+def unknown(chunk: Collection[str]) -> list[str]:
+    """Tensors of a chunk that our model has nothing for: it would compute something else without them."""
+    known = {named.theirs for named in canonical(chunk, 0)}
+    return sorted(name for name in chunk if name not in known and not name.endswith(_NO_WEIGHTS))
+
+
+def canonical(chunk: Collection[str], offset: int) -> Iterator[Named]:
     """Every tensor of ours that a chunk holds; its first layer is layer `offset` of the model."""
     for name in chunk:
         match = _LAYER.fullmatch(name)

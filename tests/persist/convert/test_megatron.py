@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 import types
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -212,11 +213,45 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path) -> None:
         read_megatron(tmp_path)
 
 
-def test_models_of_another_kind_are_refused(tmp_path: Path) -> None:
-    write(tmp_path, GPT2, 1, WHOLE, core=True)
-    path = tmp_path / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
+def changed(root: Path, model: ModelConfig, change: Callable[[dict[str, Any]], None]) -> None:
+    """A checkpoint of one rank whose content was changed."""
+    write(root, model, 1, WHOLE, core=True)
+    path = root / "iter_0000007" / "mp_rank_00" / "model_optim_rng.pt"
     content = torch.load(path, weights_only=False)
-    content["args"].num_experts = 4
+    change(content)
     torch.save(content, path)
-    with pytest.raises(UsageError, match="trained with --num-experts"):
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("num_experts", 4),
+        ("rotary_interleaved", True),
+        ("apply_residual_connection_post_layernorm", True),
+        ("window_size", (128, 0)),
+        ("mtp_num_layers", 1),
+    ],
+)
+def test_models_of_another_kind_are_refused(tmp_path: Path, argument: str, value: object) -> None:
+    changed(tmp_path, GPT2, lambda content: setattr(content["args"], argument, value))
+    with pytest.raises(UsageError, match=f"trained with --{argument.replace('_', '-')}, which this model does not"):
         read_megatron(tmp_path)
+
+
+def test_a_tensor_that_the_model_has_nothing_for_is_refused(tmp_path: Path) -> None:
+    name = "decoder.layers.1.post_mlp_layernorm.weight"
+    changed(tmp_path, GPT2, lambda content: content["model"].update({name: torch.ones(GPT2.hidden_size)}))
+    with pytest.raises(UsageError, match=f"has tensors that this model has not: {name}$"):
+        read_megatron(tmp_path)
+
+
+def test_what_holds_no_weights_is_left_out(tmp_path: Path) -> None:
+    more = {"decoder.layers.0.mlp.linear_fc1._extra_state": torch.zeros(3), "rotary_pos_emb.inv_freq": torch.ones(2)}
+    changed(tmp_path, GPT2, lambda content: content["model"].update(more))
+    assert read_megatron(tmp_path).notes == ()
+
+
+def test_another_gelu_is_said(tmp_path: Path) -> None:
+    changed(tmp_path, GPT2, lambda content: setattr(content["args"], "bias_gelu_fusion", False))
+    (note,) = read_megatron(tmp_path).notes
+    assert "--no-bias-gelu-fusion" in note and "tanh" in note
