@@ -82,11 +82,11 @@ def load(
     if found is None:
         return None
     keys = set().union(*ranks.gather([piece.key for piece in pieces]))
-    saved_layout, rng_keys = found.run["layout"], {key for key in keys if group_of(key) == "rng"}
-    if rng_keys and "rng" in found.manifest.groups and saved_layout != layout_of(mesh):
+    rng_keys = {key for key in keys if group_of(key) == "rng"}
+    if rng_keys and (why := _other_streams(found, rng_keys, layout_of(mesh))):
         wanted, keys = wanted - {"rng"}, keys - rng_keys
         pieces = [piece for piece in pieces if piece.key in keys]
-        messages.append(_other_layout(saved_layout, layout_of(mesh)))
+        messages.append(why)
     fit = ranks.together(
         "load", lambda: check_fit(found.directory, found.manifest, pieces, keys, wanted, strictness)
     )
@@ -181,12 +181,23 @@ def _run(path: Path) -> dict[str, Any]:
     return run
 
 
-def _other_layout(saved: dict[str, int], own: dict[str, int]) -> str:
+def _other_streams(found: _Found, keys: set[str], own: dict[str, int]) -> str | None:
+    """Why the RNG states of a checkpoint, if it has any, mean nothing to this run."""
+
     def words(layout: dict[str, int]) -> str:
         return " ".join(f"{axis}={size}" for axis, size in layout.items())
 
-    return (
-        f"RNG states are those of {words(saved)} and this run is {words(own)}: they are not loaded, dropout continues "
+    stored = {key for key in found.manifest.tensors if group_of(key) == "rng"}
+    if not stored:
+        return None
+    saved, whose = found.run["layout"], ""
+    if saved != own:
+        whose = f"those of {words(saved)} and this run is {words(own)}"
+    elif stored != keys:
+        names = sorted({key.split(".", 2)[2] for key in stored ^ keys})
+        whose = f"of other generators than this run's, as on another device ({', '.join(names)})"
+    return whose and (
+        f"RNG states are {whose}: they are not loaded, dropout continues "
         "from this run's seed (--no-load-rng says the same without this message)"
     )
 

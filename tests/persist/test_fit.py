@@ -68,6 +68,20 @@ def test_moments_that_only_one_side_has_point_to_the_optimizer(root: Path) -> No
     assert load_into(root, state, strictness="ignore_all").missing == {state.tensors[-1].key}
 
 
+def test_random_states_of_another_device_are_left_alone_with_a_word(tmp_path: Path) -> None:
+    saved = state_of(lone_mesh(), 1)
+    saved.per_rank["default.cuda"] = torch.zeros(16, dtype=torch.uint8)
+    save(tmp_path, 10, saved, lone_mesh())
+    state = state_of(lone_mesh(), None)
+    before = {name: tensor.clone() for name, tensor in state.per_rank.items()}
+    report = load_into(tmp_path, state)
+    assert not report.rng_loaded and len(report.messages) == 1
+    assert "of other generators than this run's, as on another device (default.cuda): they are" in report.messages[0]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in state.per_rank.items())
+    state.per_rank["default.cuda"] = torch.ones(16, dtype=torch.uint8)
+    assert load_into(tmp_path, state).rng_loaded and not state.per_rank["default.cuda"].any()
+
+
 def test_many_keys_are_not_all_listed(root: Path) -> None:
     state = state_of(lone_mesh(), None)
     state.tensors += [replace(EXTRA, key=f"model.{i}") for i in range(9)]
