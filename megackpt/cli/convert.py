@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megackpt.config.checks import at_least
@@ -22,7 +23,9 @@ def main(argv: Sequence[str]) -> int:
     """Converts; 0, or 2 for what cannot be converted (with SystemExit) or is not whole."""
     own = _parser().parse_args(list(argv))
 
-    from megackpt.persist.agree import CheckpointError  # imports torch
+    from safetensors import SafetensorError  # imports torch
+
+    from megackpt.persist.agree import CheckpointError
 
     try:
         _convert(own)
@@ -30,6 +33,9 @@ def main(argv: Sequence[str]) -> int:
         refuse(error, 0)
     except CheckpointError as error:
         print(f"megackpt: error: {error}", file=sys.stderr)
+        return 2
+    except (OSError, SafetensorError) as error:
+        print(f"megackpt: error: {own.save} cannot be written: {error}", file=sys.stderr)
         return 2
     return 0
 
@@ -64,6 +70,8 @@ def _convert(own: argparse.Namespace) -> None:
 
     from megackpt.persist.convert import format_of, write_checkpoint, write_folder
 
+    if Path(own.load).resolve() == Path(own.save).resolve():
+        raise UsageError(f"--save {own.save} is what --load reads: give a new folder.")
     kind = format_of(own.load)
     weights = _read(own, kind)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[own.dtype]

@@ -37,6 +37,8 @@ def test_a_checkpoint_becomes_a_folder(tmp_path: Path, capsys: pytest.CaptureFix
         (["convert", "--load", "{}/ours", "--save", "{}/b", "--iteration", "3"], 2, "no checkpoint of iteration 3"),
         (["convert", "--load", "{}/ours", "--save", "{}/b", "--max-file-gib", "0"], 2, "--max-file-gib must be above"),
         (["convert", "--load", "{}/ours", "--save", "{}/b", "--vocab-size", "300"], 2, "has 257 rows"),
+        (["convert", "--load", "{}/ours", "--save", "{}/ours/"], 2, "--save {}/ours/ is what --load reads"),
+        (["convert", "--load", "{}/ours", "--save", "/proc/none/b"], 2, "/proc/none/b cannot be written: [Errno 2]"),
         (["generate", "--load", "{}/ours", "--prompt", "1", "--num-tokens", "0"], 2, "--num-tokens must be at least 1"),
         (["generate", "--load", "{}/ours", "--prompt", "1", "--top-k", "5"], 2, "no effect without --temperature"),
         (

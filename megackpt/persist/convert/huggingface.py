@@ -188,7 +188,7 @@ def _write_files(folder: Path, weights: Weights, family: Family, dtype: torch.dt
     for file, group in zip(names, groups, strict=True):
         content: dict[str, Tensor] = {}
         for entry in group:
-            made = entry.split(weights.make(entry.ours).to(dtype))
+            made = entry.split(weights.make_as(entry.ours, dtype))
             for theirs, tensor in zip(entry.theirs, made, strict=True):
                 full = theirs if theirs == _HEAD else family.prefix + theirs
                 content[full] = tensor.contiguous()

@@ -148,7 +148,7 @@ def _file_name(index: int) -> str:
 
 
 def _padded(weights: Weights, name: str, dtype: torch.dtype, rows: int) -> Tensor:
-    tensor = weights.make(name).to(dtype)
+    tensor = weights.make_as(name, dtype)
     if tensor.shape[0] == rows:
         return tensor
     padded = tensor.new_zeros((rows, *tensor.shape[1:]))

@@ -51,6 +51,18 @@ class Weights:
             )
         return tensor
 
+    def make_as(self, name: str, dtype: torch.dtype) -> Tensor:
+        """The same in another type.  Raises UsageError if one of its numbers is too large for that."""
+        tensor = self.make(name)
+        made = tensor.to(dtype)
+        narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max
+        if narrower and not torch.equal(made.isfinite(), tensor.isfinite()):
+            raise UsageError(
+                f"{self.source}: {name} has numbers up to {float(tensor.abs().max()):.4g}, which"
+                f" {str(dtype).removeprefix('torch.')} cannot hold. Give --dtype bf16 or fp32."
+            )
+        return made
+
 
 def shapes(model: ModelConfig, vocab: int) -> dict[str, tuple[int, ...]]:
     """Global names and shapes of every parameter; vocabulary tables have `vocab` rows, no padding."""

@@ -51,6 +51,17 @@ def test_config_says_what_the_model_does(tmp_path: Path) -> None:  # CV-05
     assert {name: config[name] for name in wanted} == wanted
 
 
+def test_numbers_that_a_type_cannot_hold_are_refused(tmp_path: Path) -> None:
+    tensors = tensors_of(GPT2)
+    tensors["layers.3.mlp.down.bias"][5] = -7e4
+    large = replace(weights_of(GPT2), tensors={name: lambda t=t: t for name, t in tensors.items()})
+    for write in (write_checkpoint, write_folder):
+        with pytest.raises(UsageError, match=r"3\.mlp\.down\.bias has numbers up to 7e\+04, which float16 cannot"):
+            write(tmp_path / "half", large, dtype=torch.float16)
+        assert not list(tmp_path.glob("half/*")) and not list(tmp_path.glob(".half*"))
+        write(tmp_path / write.__name__, large, dtype=torch.bfloat16)
+
+
 @pytest.mark.parametrize(
     ("scaling", "fields"),
     [
