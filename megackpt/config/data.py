@@ -116,7 +116,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
         raise UsageError(f"--split takes numbers separated by commas, such as 949,50,1; got {text!r}.") from None
     if len(numbers) > 3:
         raise UsageError(f"--split takes at most 3 numbers (training, validation, test); got {text!r}.")
-    if any(number < 0 or not math.isfinite(number) for number in numbers) or sum(numbers) <= 0:
+    if any(number < 0 for number in numbers) or not 0 < sum(numbers) < math.inf:
         raise UsageError(f"--split takes numbers of at least 0, one of them above 0; got {text!r}.")
     train, validation, test = [*numbers, 0.0, 0.0][:3]
     total = train + validation + test
@@ -143,6 +143,8 @@ def parse_data_path(data_path: Sequence[str], flag: str = "--data-path") -> tupl
     total = sum(weight for weight, _ in pairs)
     if total <= 0:
         raise UsageError(f"{flag}: all weights are 0; at least one must be above 0.")
+    if not math.isfinite(total):
+        raise UsageError(f"{flag}: the sum of the weights is not a finite number.")
     return tuple((weight / total, prefix) for weight, prefix in pairs)
 
 

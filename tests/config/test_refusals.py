@@ -58,6 +58,13 @@ TABLE: list[Refusal] = [
         "--reset-attention-mask with --mock-data has no effect: made-up samples have no documents.",
     ),
     ("--mock-data", "--data-path -1 a", 1, "--data-path: the weight -1 of a must be finite and at least 0."),
+    ("--mock-data", "--data-path 1e308 a 1e308 b", 1, "--data-path: the sum of the weights is not a finite number."),
+    (
+        "",
+        "--split 1e308,1e308,1",
+        1,
+        "--split takes numbers of at least 0, one of them above 0; got '1e308,1e308,1'.",
+    ),
     ("--mock-data", "--data-path 0 a 0 b", 1, "--data-path: all weights are 0; at least one must be above 0."),
     ("", "--split a,b", 1, "--split takes numbers separated by commas, such as 949,50,1; got 'a,b'."),
     ("", "--split 1,2,3,4", 1, "--split takes at most 3 numbers (training, validation, test); got '1,2,3,4'."),
