@@ -84,7 +84,12 @@ class DocumentReader:
                     self.note(f"a line longer than {_MAX_LINE_BYTES} bytes", f"byte {start + self.bytes_read}")
                     continue
                 raw = raw.removeprefix(b"\xef\xbb\xbf") if at_start else raw
-                yield raw.decode("utf-8", errors="replace")
+                try:
+                    yield raw.decode("utf-8")
+                except UnicodeDecodeError as error:
+                    place = start + self.bytes_read - len(raw) + error.start
+                    self.note("bytes that are not UTF-8 replaced", f"byte {place}")
+                    yield raw.decode("utf-8", errors="replace")
 
     @staticmethod
     def _skip_line(stream: BinaryIO) -> int:

@@ -37,7 +37,12 @@ class SentencePieceTokenizer(Tokenizer):
             unk=_id_or_none(processor.unk_id()),
             eod=eod,
         )
-        self._prefix = [self.special.bos] if add_bos and self.special.bos is not None else []
+        bos = self.special.bos
+        if add_bos and bos is None:
+            raise UsageError(
+                f"--tokenizer-type {kind} puts bos before every text, and {self} has none: use SentencePieceTokenizer."
+            )
+        self._prefix = [bos] if add_bos and bos is not None else []
 
     def tokenize_batch(self, texts: Sequence[str], workers: int = 1) -> list[list[int]]:
         """Ids of each text, in order, encoded by `workers` threads outside Python."""

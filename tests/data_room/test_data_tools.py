@@ -88,6 +88,17 @@ def test_odd_documents_are_left_out_and_counted(tmp_path: Path) -> None:
     assert tool("preprocess_data", *arguments, "--strict").returncode == 1
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "txt"])
+def test_bytes_of_another_encoding_are_counted(tmp_path: Path, suffix: str) -> None:
+    text = 'caf\u00e9' if suffix == "txt" else '{"text": "3 4"}\n{"text": "caf\u00e9"}'
+    (tmp_path / f"c.{suffix}").write_bytes(text.encode("latin-1") + b"\n")
+    reader = DocumentReader(tmp_path / f"c.{suffix}", ["text"], "auto", 0)
+    assert [document["text"].strip() for document in reader][-1] == "caf\ufffd"
+    place = text.encode("latin-1").index(0xE9)
+    assert reader.odd == {"bytes that are not UTF-8 replaced": 1}
+    assert reader.examples == [f"c.{suffix}, byte {place}: bytes that are not UTF-8 replaced"]
+
+
 def test_only_odd_documents_is_an_error_that_leaves_no_files(tmp_path: Path) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n\n')
     done = tool("preprocess_data", "--input", tmp_path / "c.jsonl", "--output-prefix", tmp_path / "c", *NULL)
