@@ -24,11 +24,12 @@ class Ending:
         self._minutes, self._group = config.exit_duration_minutes, group
         self._began, self._signalled = began, signalled
 
-    def reason(self) -> str | None:
-        """Why the run stops here, in words; None: it goes on.  One small message on the host, only if flags ask."""
+    def reason(self, *, trained: bool = True) -> str | None:
+        """Why the run stops here, in words; None: it goes on.  One small message on the host, only if flags ask.  A run
+        that has not `trained` yet is not late: started again and again it would never get anywhere."""
         if self._signal is None and not self._minutes:
             return None
-        late = bool(self._minutes) and time.monotonic() - self._began > 60 * self._minutes
+        late = trained and bool(self._minutes) and time.monotonic() - self._began > 60 * self._minutes
         mine = 2 if self._signal is not None and self._signalled() else int(late)
         found = torch.tensor(mine)
         if dist.get_world_size() > 1:

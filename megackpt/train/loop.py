@@ -122,7 +122,7 @@ def _train(
     consumed = start.position.consumed_samples
     batches = loader(trainer, trainer.datasets.train, consumed, config.batch.size_at)
     with batches, Saves(trainer, reporter.say, group) as saves:
-        why = ending.reason()  # it may have come while the run was built: then there is nothing to save
+        why = ending.reason(trained=False)  # a signal while the run was built: there is nothing to save
         while loop.where.iteration < loop.last and not why:
             with loop.named():
                 loop.step(batches)
