@@ -138,6 +138,8 @@ def _run(
         init_process_group(parallel, launch, seam)
         try:
             generator = load_generator(own.load, parallel, seam, iteration=own.iteration, data=data)
+            for note in generator.notes if launch.rank == 0 else ():
+                print(f"megackpt: {note}", file=sys.stderr, flush=True)
             for prompt in own.prompt:
                 _answer(generator, prompt, own.num_tokens, sampling, quiet=launch.rank != 0)
         except (UsageError, CheckpointError):  # of all ranks

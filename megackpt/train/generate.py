@@ -75,6 +75,8 @@ class Generator:
     chunk: GPTChunk
     tp: TensorParallel
     tokenizer: Tokenizer | None
+    notes: tuple[str, ...] = ()
+    """What the load has to say, such as that another checkpoint was taken."""
 
     def continue_(
         self, tokens: Sequence[int], count: int, sampling: Sampling, on_token: Callable[[int], None] | None = None
@@ -154,8 +156,9 @@ def load_generator(
     )
     chunk = build_chunk(model, tp, vocab, range(model.num_layers), first=True, last=True)
     shards = [NamedShard(f"model.{r.name}", p.detach(), r) for p, r in records(chunk.named_parameters())]
-    load(root, RunState(shards), mesh, want={"model"}, iteration=iteration)
-    return Generator(model, vocab, chunk, tp, together(lambda: _tokenizer(config, data)))
+    report = load(root, RunState(shards), mesh, want={"model"}, iteration=iteration)
+    notes = report.messages if report is not None else ()
+    return Generator(model, vocab, chunk, tp, together(lambda: _tokenizer(config, data)), notes)
 
 
 def _dtype(config: str) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -65,3 +66,19 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert ends(["convert", "--load", str(tmp_path / "ours"), "--save", str(tmp_path / "b")]) == 2
     assert "rank_00000.safetensors has changed since it was written" in capsys.readouterr().err
     assert not (tmp_path / "b").exists()
+
+
+def test_another_checkpoint_than_the_newest_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = write_checkpoint(tmp_path / "ours", weights_of(GPT2))
+    torn = whole.with_name("iter_0000003")
+    shutil.copytree(whole, torn)
+    (torn / "rank_00000.safetensors").write_bytes(b"")
+    (tmp_path / "ours" / "latest_checkpointed_iteration.txt").write_text("3")
+    argv = ["generate", "--load", str(tmp_path / "ours"), "--prompt", "7 8", "--num-tokens", "2"]
+    assert ends(argv) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith("7 8 ") and len(out.split()) == 4
+    assert err.startswith(f"megackpt: {torn} is not whole: ") and err.endswith(": loading iter_0000000 instead\n"), err
+    shutil.rmtree(torn)
+    assert ends(argv) == 0
+    assert capsys.readouterr().out == out
