@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
@@ -14,6 +13,7 @@ import torch.distributed as dist
 
 from megackpt.config.errors import UsageError
 from megackpt.config.model import padding_words
+from megackpt.observe.console import Console
 from megackpt.observe.host_memory import host_memory
 from megackpt.observe.log_line import evaluation_line, format_bytes, iteration_line
 from megackpt.observe.metrics import MetricsWriter
@@ -35,6 +35,7 @@ class Reporter:
         self.trainer = trainer
         config = trainer.config
         self.speaks = trainer.mesh.rank == logging_rank(trainer.mesh.world_size)
+        self._console = Console(warn_stderr)
         self.run_dir = Path(config.logging.run_dir) if config.logging.run_dir else None
         self._last = config.last_iteration(start.iteration, start.consumed_samples)
         self.progress = Progress(self._last, start.iteration)
@@ -69,7 +70,7 @@ class Reporter:
 
     def say(self, text: str) -> None:
         if self.speaks:
-            print(text, flush=True)
+            self._console.line(text)
 
     def start(self, messages: Sequence[str]) -> None:
         """Who runs what: once, before the first step."""
@@ -131,12 +132,8 @@ class Reporter:
         self._writers.iteration(record)
         self._pending.append(record)
         if where.iteration % self.trainer.config.logging.log_interval == 0:
-            print(
-                iteration_line(
-                    summarise(self._pending), datetime.now(), self.trainer.config.logging.log_throughput
-                ),
-                flush=True,
-            )
+            throughput_too = self.trainer.config.logging.log_throughput
+            self._console.line(iteration_line(summarise(self._pending), datetime.now(), throughput_too))
             self._pending.clear()
 
     def _record(
@@ -189,7 +186,7 @@ class Reporter:
         for metrics in self._metrics:
             metrics.evaluation(record)
         self._writers.evaluation(record)
-        print(evaluation_line(record), flush=True)
+        self._console.line(evaluation_line(record))
 
     def finish(self) -> None:
         """Close files; draw what was measured."""
@@ -199,8 +196,7 @@ class Reporter:
         if self.speaks and self.run_dir is not None:
             with self._spared("pictures"):
                 for picture in draw_run(self.run_dir):
-                    print(f"megackpt: wrote {picture}", flush=True)
-        sys.stdout.flush()
+                    self._console.line(f"megackpt: wrote {picture}")
 
 
 def record_size(record: object) -> int:

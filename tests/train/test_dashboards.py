@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megackpt.config.checkpoint_folder import saved_directories
 from megackpt.config.run import RunConfig
 from megackpt.data.indexed_writer import IndexedWriter
 from megackpt.mesh.launch import LaunchEnvironment
 from megackpt.train.loop import run
-from tests.layouts import SMALL_GPT, Flags, Layout, batches_of, built, logged, train_all
-from tests.pool import DistributedFailure, run_distributed
+from tests.layouts import SMALL_GPT, Flags, Layout, batches_of, built, logged, train_all, words
+from tests.pool import ROOT, SINGLE_THREAD, DistributedFailure, run_distributed
 
 SCALARS = {"lm loss", "learning-rate", "grad-norm", "tokens-per-second", "mem-max-allocated-bytes"}
 
@@ -103,3 +106,15 @@ def test_pictures_that_cannot_be_drawn_do_not_end_a_run(tmp_path: Path, capsys: 
     _, err = capsys.readouterr()
     assert err.startswith(f"warning: --run-dir {tmp_path}: no pictures: {tmp_path}/metrics.jsonl, line 1: "), err
     assert "Traceback" not in err
+
+
+def test_a_log_on_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    flags = SMALL_GPT | {"save": str(tmp_path), "train-iters": 2, "log-interval": 1, "device": "cpu"}
+    line = [sys.executable, "pretrain_gpt.py", *words(flags)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            line, cwd=ROOT, env={**os.environ, **SINGLE_THREAD}, stdout=full, stderr=subprocess.PIPE, timeout=60
+        )
+    assert done.returncode == 0
+    assert done.stderr == b"warning: standard output: No space left on device; no more lines are printed\n"
+    assert list(saved_directories(tmp_path)) == [2]
