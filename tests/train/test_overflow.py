@@ -241,6 +241,13 @@ def test_the_process_ends_with_code_1_and_one_sentence(capsys: pytest.CaptureFix
     assert "Traceback" not in err
 
 
+def test_steps_left_out_before_a_resume_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = TINY | {"loss-scale": 2.0**60, "max-skipped-iterations": 3, "device": "cpu", "exit-interval": 2}
+    flags |= {"save": str(tmp_path), "load": str(tmp_path)}
+    assert [run(RunConfig.from_flags(flags), LaunchEnvironment.detect({})) for _ in range(2)] == [0, 1]
+    assert "megackpt: error: iteration 3: 3 step(s) in a row had to be left out" in capsys.readouterr().err
+
+
 def nan_in_the_forward(rank: int, world_size: int, flags: Flags, layout: Layout) -> str:
     trainer = built(flags, layout)
     by_name = {record.name: parameter for parameter, record in trainer.parameters}
