@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 from dataclasses import MISSING, fields
 
-from megackpt.config.flag import Flag, State
+from megackpt.config.flag import Flag, State, Value
 from megackpt.config.flags import FLAGS, GROUPS
 from megackpt.config.resolve import SECTION_TYPES
 
@@ -91,12 +91,19 @@ def default_of(flag: Flag) -> str:
         return flag.default
     if flag.target is None or flag.kind == "switch":
         return ""
-    section, name = flag.target.split(".")
-    value = next(f.default for f in fields(SECTION_TYPES[section]) if f.name == name)
-    shown = None if value is MISSING else flag.user_value(value)
+    shown = field_default(flag)
     if shown is None:
         return ""
     return " ".join(shown) if isinstance(shown, tuple) else str(shown)
+
+
+def field_default(flag: Flag) -> Value | None:
+    """What the field of a flag is if nobody says otherwise, as a user would give it; None: nothing, or it must be
+    given."""
+    assert flag.target is not None
+    section, name = flag.target.split(".")
+    value = next(f.default for f in fields(SECTION_TYPES[section]) if f.name == name)
+    return None if value is MISSING else flag.user_value(value)
 
 
 def _entry(flag: Flag) -> str:

@@ -17,7 +17,7 @@ from megackpt.config.errors import UsageError
 from megackpt.config.flag import Value
 from megackpt.config.flags import BY_KEY
 from megackpt.config.from_checkpoint import with_checkpoint
-from megackpt.config.help import help_text
+from megackpt.config.help import field_default, help_text
 from megackpt.config.resolve import sections
 from megackpt.config.run import RunConfig
 from megackpt.config.sources import Source, merge, read_words, read_yaml
@@ -129,21 +129,31 @@ def _notices(sources: Sequence[Source]) -> list[str]:
 
 _DYNAMIC = ("initial-loss-scale", "min-loss-scale", "loss-scale-window", "hysteresis")
 _OF_ADAM = ("adam-beta1", "adam-beta2", "adam-eps")
+_OF_ROPE = ("rotary-base", "rotary-percent", "rotary-seq-len-interpolation-factor", "use-rope-scaling",
+            "rope-scaling-factor")  # fmt: skip
 
 
 def _idle(values: Mapping[str, Value], config: RunConfig) -> list[str]:
-    """Flags that were given and that nothing reads, as launch scripts are full of them."""
+    """Flags that were given and that nothing reads, as launch scripts are full of them.  What is as it is by default is
+    not worth a word: a printed configuration names everything."""
     fp16, fixed = config.precision.params_dtype == "fp16", config.precision.loss_scale is not None
-    optimizer = config.optimizer.optimizer
+    optimizer, positions = config.optimizer.optimizer, config.model.position_embedding_type
+    rope, stretches = positions == "rope", config.model.use_rope_scaling
     reasons = (
         (_DYNAMIC, not fp16, "no loss scale changes without --fp16"),
         (_DYNAMIC, fp16 and fixed, "--loss-scale is a fixed one"),
         (_OF_ADAM, optimizer != "adam", f"--optimizer is {optimizer}"),
         (("sgd-momentum",), optimizer != "sgd", f"--optimizer is {optimizer}"),
-    )
+        (_OF_ROPE, not rope, f"--position-embedding-type is {positions}"),
+        (("rope-scaling-factor",), rope and not stretches, "it is a detail of --use-rope-scaling"),
+        (("recompute-ahead-layers",), config.parallel.pipeline == 1, "one stage waits for no gradient"),
+        (("sequence-parallel", "distribute-saved-activations"), config.parallel.tensor == 1,
+         "--tensor-model-parallel-size is 1"),
+    )  # fmt: skip
     notices = []
     for keys, idle, why in reasons:
-        given = ", ".join(f"--{key}" for key in keys if key in values)
+        other = [key for key in keys if key in values and values[key] != field_default(BY_KEY[key])]
+        given = ", ".join(f"--{key}" for key in other)
         if idle and given:
             notices.append(f"no effect here: {given} ({why})")
     return notices

@@ -88,6 +88,8 @@ def fit(modules: Layers, x: Tensor, *, budget_bytes: int | None = None, segments
     members: tuple[Layer, ...] = tuple(modules)  # type: ignore[arg-type]
     if (budget_bytes is None) == (segments is None):
         raise ValueError(f"one of budget_bytes and segments, not budget_bytes={budget_bytes} and segments={segments}")
+    if not members:
+        raise ValueError("a chain of no modules has nothing to plan")
     if segments is not None:
         return Fitted(members, uniform_plan(len(members), segments))
     assert budget_bytes is not None

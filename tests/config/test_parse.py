@@ -222,12 +222,22 @@ def test_accepted_flags_make_one_line() -> None:
         ("--fp16 --loss-scale 128 --min-loss-scale 2", "--min-loss-scale (--loss-scale is a fixed one)"),
         ("--optimizer sgd --adam-beta2 0.95", "--adam-beta2 (--optimizer is sgd)"),
         ("--sgd-momentum 0.5", "--sgd-momentum (--optimizer is adam)"),
+        (
+            "--use-rope-scaling --rotary-base 500000",
+            "--rotary-base, --use-rope-scaling (--position-embedding-type is learned_absolute)",
+        ),
+        (
+            "--position-embedding-type rope --rope-scaling-factor 32",
+            "--rope-scaling-factor (it is a detail of --use-rope-scaling)",
+        ),
+        ("--recompute-granularity free --recompute-ahead-layers 1", "--recompute-ahead-layers (one stage waits for"),
+        ("--sequence-parallel", "--sequence-parallel (--tensor-model-parallel-size is 1)"),
     ],
 )
 def test_flags_that_nothing_reads_are_named(line: str, notice: str) -> None:
     (said,) = parsed(line).notices
     assert said.startswith(f"no effect here: {notice}")
-    assert parsed("--fp16 --hysteresis 3 --adam-beta1 0.8").notices == ()
+    assert parsed("--fp16 --hysteresis 3 --adam-beta1 0.8 --sequence-parallel=false --sgd-momentum 0.9").notices == ()
 
 
 def test_ignore_unsupported_warns_instead(tmp_path: Path) -> None:

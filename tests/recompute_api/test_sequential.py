@@ -164,6 +164,9 @@ def test_what_is_asked_for_must_be_one_thing() -> None:
             sequential([nn.Tanh()], torch.randn(2), **options)
     with pytest.raises(ValueError, match="4 groups of 1 layers"):
         sequential([nn.Tanh()], torch.randn(2), segments=4)
+    for options in ({"budget_bytes": 1000}, {"segments": 1}):
+        with pytest.raises(ValueError, match="a chain of no modules"):
+            sequential([], torch.randn(2), **options)
 
 
 def test_the_plan_can_be_read() -> None:
