@@ -4,7 +4,8 @@
 # Run it with   docker run --rm -it --gpus all --ipc=host --ulimit memlock=-1 --ulimit stack=67108864 megackpt bash
 # (processes of one node share memory through /dev/shm, and NCCL pins some: hence --ipc and memlock). Several nodes also
 # need   --network host --device /dev/infiniband   and results outlive the container with   -v DIR:/runs   where DIR may
-# be written by user 10001, or by the one whom --user "$(id -u)" names.
+# be written by user 10001, or by the one whom --user "$(id -u)" names. The repository is in /opt/megackpt:
+#   bash /opt/megackpt/examples/quickstart.sh --no-install --out /runs/quickstart
 ARG VARIANT=gpu
 ARG GPU_BASE=nvcr.io/nvidia/pytorch:26.05-py3
 ARG CPU_BASE=python:3.11-slim-bookworm

@@ -25,6 +25,9 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Wait until the device has reached the mark."""
 
+    def reached(self) -> bool:
+        """Whether the device has; does not wait."""
+
     def milliseconds_since(self, earlier: Event) -> float:
         """Time on the device between two recorded marks that it has reached."""
 
@@ -41,14 +44,17 @@ class _HostEvent:
     def synchronize(self) -> None:
         pass
 
+    def reached(self) -> bool:
+        return True
+
     def milliseconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _HostEvent)
         return (self.at - earlier.at) * 1e3
 
 
 class _CudaEvent:
-    def __init__(self) -> None:
-        self.event = torch.cuda.Event(enable_timing=True)
+    def __init__(self, timing: bool = True) -> None:
+        self.event = torch.cuda.Event(enable_timing=timing)
 
     def record(self) -> None:
         self.event.record()
@@ -56,9 +62,19 @@ class _CudaEvent:
     def synchronize(self) -> None:
         self.event.synchronize()
 
+    def reached(self) -> bool:
+        return self.event.query()
+
     def milliseconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, _CudaEvent)
         return earlier.event.elapsed_time(self.event)
+
+
+def mark(device: torch.device) -> Event:
+    """A mark after all that is queued on the current stream of `device`."""
+    event = _CudaEvent(timing=False) if device.type == "cuda" else _HostEvent()
+    event.record()
+    return event
 
 
 _DETERMINISTIC_CUDA: Mapping[str, tuple[str, ...]] = {

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megackpt.mesh.device import Event, mark
 from megackpt.mesh.process_mesh import Axis
 from megackpt.pipeline.boundary import Boundary
 from megackpt.pipeline.errors import Progress
@@ -59,7 +60,7 @@ class Link:
         self.carrier = device if self.stream_ordered else torch.device("cpu")  # gloo moves host memory only
         self.progress = progress
         self._limit = timedelta(seconds=timeout_s)
-        self._issued: list[tuple[str, Action | None, dist.Work]] = []
+        self._issued: list[tuple[str, Action | None, Event]] = []
 
     def isend(self, tensor: Tensor) -> dist.Work | None:
         """Start to send; None for a tensor without elements, which is not sent at all."""
@@ -73,22 +74,22 @@ class Link:
         """Until the transfers are done (gloo), or until the stream will not run ahead of them (NCCL)."""
         self.progress.enter(verb, action, self.peer_rank)
         for work in works:
-            if work is None:
-                continue
-            if self.stream_ordered:
+            if work is not None and self.stream_ordered:
                 work.wait()
-                self._issued.append((verb, action, work))
-            else:
+            elif work is not None:
                 work.wait(self._limit)
+        if self.stream_ordered:
+            # Not the works, each of which holds its tensor for as long as it lives itself.
+            self._issued.append((verb, action, mark(self.device)))
 
     def finish(self) -> None:
         """All waited-for transfers have really happened. Raises TimeoutError, with the first that has not
         entered.
         """
         end = time.monotonic() + self._limit.total_seconds()
-        for verb, action, work in self._issued:
+        for verb, action, done in self._issued:
             self.progress.enter(verb, action, self.peer_rank)
-            while not work.is_completed():
+            while not done.reached():
                 if time.monotonic() > end:
                     raise TimeoutError(f"timed out after {self._limit.total_seconds():g} s")
                 time.sleep(_POLL_S)

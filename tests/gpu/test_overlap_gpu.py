@@ -6,6 +6,7 @@ started when, what waits for what) is proven on a CPU in `tests/train/test_distr
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -66,6 +67,24 @@ def test_replay_with_tensor_parallel_overlap_changes_no_bit(recompute: str, tmp_
     assert rows(LARGER | {"recompute-granularity": recompute}, layout, tmp_path / "other.jsonl") == plain
 
 
-def test_stages_on_two_devices_equal_their_repetition(tmp_path: Path) -> None:
-    first = rows(LARGER, Layout(pp=2), tmp_path / "first.jsonl")
-    assert rows(LARGER, Layout(pp=2), tmp_path / "second.jsonl") == first
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "gpipe", "interleaved"])
+def test_stages_on_two_devices_equal_their_repetition(schedule: str, tmp_path: Path) -> None:
+    layout = Layout(pp=2, vp=2 if schedule == "interleaved" else 1)
+    flags = LARGER | ({} if schedule == "interleaved" else {"pipeline-schedule": schedule})
+    first = rows(flags, layout, tmp_path / "first.jsonl")
+    assert rows(flags, layout, tmp_path / "second.jsonl") == first
+
+
+def test_messages_do_not_add_up_over_a_step(tmp_path: Path) -> None:
+    """A transfer's handle holds its tensor; four times as many micro-batches need no more memory."""
+
+    def peaks(batch: int) -> list[int]:
+        path = tmp_path / f"{batch}.jsonl"
+        rows(LARGER | {"global-batch-size": batch, "train-iters": 3}, Layout(pp=2), path)
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        (measured,) = [line["peak_activation_bytes"] for line in lines if line.get("peak_activation_bytes")]
+        return measured
+
+    message = 2 * 256 * 2 * 768  # bf16 [s, b, h]
+    few, many = peaks(16), peaks(64)
+    assert all(b <= a + 4 * message for a, b in zip(few, many, strict=True)), (few, many)

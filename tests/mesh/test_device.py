@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megackpt.config.errors import UsageError
-from megackpt.mesh.device import DeviceSeam
+from megackpt.mesh.device import DeviceSeam, mark
 from tests.pool import ROOT
 
 
@@ -36,6 +36,7 @@ def test_events_measure_time() -> None:
     time.sleep(0.02)
     end.record()
     end.synchronize()
+    assert end.reached() and mark(seam.device).reached()
     assert 20 <= end.milliseconds_since(start) < 2000
 
 
@@ -67,6 +68,11 @@ def test_cuda_seam() -> None:
     end.record()
     end.synchronize()
     assert end.milliseconds_since(start) >= 0
+    there = mark(seam.device)
+    seam.synchronize()
+    assert there.reached()
+    brought = seam.bring(torch.arange(3))
+    assert brought.device == seam.device and brought.tolist() == [0, 1, 2]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import pickle
 import re
 import signal
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megackpt.mesh.process_mesh import Axis
-from megackpt.pipeline import ChunkSpecs, Executor, PipelineError, StageResult, TensorSpec
+from megackpt.pipeline import ChunkSpecs, Executor, PipelineError, StageResult, TensorSpec, p2p
 from megackpt.pipeline.errors import Progress
 from megackpt.pipeline.p2p import Link
 from megackpt.plan.schedule import Action
@@ -201,30 +203,43 @@ def test_an_error_travels_between_processes() -> None:
 
 
 class FakeWork:
-    """A transfer on a stream: waiting for it costs the host nothing, it is done when it is done."""
+    """A transfer on a stream: waiting for it costs the host nothing.  As in NCCL it holds its tensor."""
 
-    def __init__(self, polls: int) -> None:
-        self.polls, self.waits = polls, []  # type: ignore[var-annotated]
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor, self.waits = tensor, []  # type: ignore[var-annotated]
 
     def wait(self, *limit: timedelta) -> None:
         self.waits.append(limit)
 
-    def is_completed(self) -> bool:
+
+class FakeMark:
+    """A place in the stream, reached when it was asked for so often."""
+
+    def __init__(self, polls: int) -> None:
+        self.polls = polls
+
+    def reached(self) -> bool:
         self.polls -= 1
         return self.polls < 0
 
 
 def test_transfers_on_a_stream_are_looked_after_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    done, stuck = FakeMark(polls=3), FakeMark(polls=10**9)
+    marks = iter((done, stuck))
     monkeypatch.setattr(dist, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(p2p, "mark", lambda device: next(marks))
     axis = Axis(2, 0, (4, 6), group="group")  # type: ignore[arg-type]
     progress = Progress(rank=4, stage=0, stages=2)
     link = Link(axis, 1, torch.device("cpu"), timeout_s=0.05, progress=progress)
-    done, stuck = FakeWork(polls=3), FakeWork(polls=10**9)
-    link.wait("recv", Action("B", 0), [done, None])
-    assert done.waits == [()], "no time-out is passed: with one NCCL would block the host"
+    work = FakeWork(torch.zeros(3))
+    link.wait("recv", Action("B", 0), [work, None])  # type: ignore[list-item]
+    assert work.waits == [()], "no time-out is passed: with one NCCL would block the host"
+    tensor = weakref.ref(work.tensor)
+    del work
+    assert tensor() is None, "what has been waited for is the stream's: nothing here keeps it alive to the end of a run"
     link.finish()
     assert done.polls < 0
-    link.wait("send", Action("F", 1), [stuck])  # type: ignore[list-item]
+    link.wait("send", Action("F", 1), [FakeWork(torch.zeros(3))])  # type: ignore[list-item]
     with pytest.raises(TimeoutError, match="timed out after 0.05 s") as caught:
         link.finish()
     assert "send for F1.0 to rank 6 failed" in str(progress.error(caught.value))
