@@ -155,6 +155,22 @@ class DeviceSeam:
         if self.kind == "cuda":
             torch.cuda.synchronize(self.device)
 
+    @property
+    def name(self) -> str:
+        """What the driver calls the device; "" for a CPU."""
+        return torch.cuda.get_device_name(self.device) if self.kind == "cuda" else ""
+
+    def random_states(self) -> dict[str, torch.Tensor]:
+        """The states of torch's own generators, by kind of device."""
+        states = {"cpu": torch.get_rng_state()}
+        return states | {"cuda": torch.cuda.get_rng_state(self.device)} if self.kind == "cuda" else states
+
+    def set_random_states(self, states: Mapping[str, torch.Tensor]) -> None:
+        """Put torch's own generators where `random_states` found them; a device that `states` lacks stays."""
+        torch.set_rng_state(states["cpu"])
+        if self.kind == "cuda" and "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"], self.device)
+
     def generator(self, seed: int) -> torch.Generator:
         """A generator of its own on this device."""
         return torch.Generator(device=self.device).manual_seed(seed)

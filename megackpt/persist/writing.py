@@ -10,13 +10,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
-import torch
 from torch import Tensor
 
 from megackpt.mesh.device import DeviceSeam
 
 T = TypeVar("T")
 _ALIGNMENT = 64  # bytes
+_BLOCK = 1 << 30  # bytes; torch rounds pinned memory up to a power of two, which of one large piece could be twice it
 
 
 class Stopped(Exception):
@@ -24,28 +24,40 @@ class Stopped(Exception):
 
 
 class HostCopy:
-    """Host memory of this rank's share of a save. Made at the first snapshot and kept: saves repeat."""
+    """Host memory of this rank's share of a save, in blocks. Made at the first snapshot and kept: saves repeat."""
 
     def __init__(self, seam: DeviceSeam) -> None:
         self._seam = seam
-        self._bytes = torch.empty(0, dtype=torch.uint8)
+        self._blocks: list[Tensor] = []
 
     def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Copies as of now, valid until the next call. Waits until they are made: training may then go on."""
-        ends, needed = [], 0
-        for tensor in tensors:
-            needed = -(-needed // _ALIGNMENT) * _ALIGNMENT + tensor.numel() * tensor.itemsize
-            ends.append(needed)
-        if len(self._bytes) < needed:
-            self._bytes = self._bytes[:0].clone()  # the old memory goes first
-            self._bytes = self._seam.host_bytes(needed)
+        sizes = [tensor.numel() * tensor.itemsize for tensor in tensors]
+        places, blocks = _places(sizes)
+        if len(self._blocks) < len(blocks) or any(len(a) < b for a, b in zip(self._blocks, blocks, strict=False)):
+            self._blocks.clear()  # the old memory goes first
+            self._blocks = [self._seam.host_bytes(count) for count in blocks]
         copies = []
-        for tensor, end in zip(tensors, ends, strict=True):
-            room = self._bytes[end - tensor.numel() * tensor.itemsize : end]
+        for tensor, size, (block, offset) in zip(tensors, sizes, places, strict=True):
+            room = self._blocks[block][offset : offset + size]
             copies.append(room.view(tensor.dtype).view(tensor.shape))
             copies[-1].copy_(tensor.detach(), non_blocking=True)
         self._seam.synchronize()
         return copies
+
+
+def _places(sizes: Sequence[int]) -> tuple[list[tuple[int, int]], list[int]]:
+    """Block and offset of each of so many bytes, and the sizes of the blocks; what is larger than a block is one."""
+    places: list[tuple[int, int]] = []
+    blocks: list[int] = []
+    for size in sizes:
+        offset = -(-blocks[-1] // _ALIGNMENT) * _ALIGNMENT if blocks else 0
+        if not blocks or offset + size > _BLOCK:
+            blocks.append(0)
+            offset = 0
+        places.append((len(blocks) - 1, offset))
+        blocks[-1] = offset + size
+    return places, blocks
 
 
 class Writing(Generic[T]):

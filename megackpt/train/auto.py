@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 
-import torch
-
 from megackpt.config.run import RunConfig
 from megackpt.mesh.device import DeviceSeam
 from megackpt.observe.auto import Task, machine_of, refuse_impossible, task_of
@@ -22,8 +20,7 @@ from megackpt.train.agree import from_first
 
 def auto_task(config: RunConfig, vocab: int, seam: DeviceSeam) -> Task:
     """What auto has to solve on this device.  Raises UsageError without a budget on a CPU."""
-    name = torch.cuda.get_device_name(seam.device) if seam.kind == "cuda" else ""
-    return task_of(config, vocab, machine_of(seam.kind, name, seam.total_bytes()), seam.kind)
+    return task_of(config, vocab, machine_of(seam.kind, seam.name, seam.total_bytes()), seam.kind)
 
 
 def chosen_plan(config: RunConfig, vocab: int, seam: DeviceSeam) -> Plan:

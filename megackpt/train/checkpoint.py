@@ -13,7 +13,6 @@ from megackpt.config.errors import UsageError
 from megackpt.config.persist import CheckpointConfig
 from megackpt.data.position import DataPosition, resume_message
 from megackpt.data.tokenizer import other_tokenizer
-from megackpt.mesh.device import DeviceSeam
 from megackpt.optim.lr_schedule import LearningRate
 from megackpt.optim.update import state_kinds
 from megackpt.persist import HostCopy, NamedShard, Retention, RunState, Saver, load
@@ -217,20 +216,14 @@ def run_state(trainer: Trainer, *, optimizer: bool, rng: bool) -> RunState:
 def random_state(trainer: Trainer) -> dict[str, torch.Tensor]:
     """This rank's random state: the position of each stream, and torch's own generators."""
     state = {f"stream.{name}": torch.tensor([at]) for name, at in trainer.ledger.state_dict().items()}
-    return state | {f"default.{name}": value for name, value in _default_states(trainer.seam).items()}
+    return state | {f"default.{name}": value for name, value in trainer.seam.random_states().items()}
 
 
 def restore_random_state(trainer: Trainer, state: RunState) -> None:
     """Put this rank's streams and generators where the file says they were."""
-    names = {key.removeprefix("stream."): value for key, value in state.per_rank.items() if key.startswith("stream.")}
-    trainer.ledger.load_state_dict({name: int(value.item()) for name, value in names.items()})
-    torch.set_rng_state(state.per_rank["default.cpu"])
-    if "default.cuda" in state.per_rank:
-        torch.cuda.set_rng_state(state.per_rank["default.cuda"], trainer.seam.device)
+    trainer.ledger.load_state_dict({name: int(value.item()) for name, value in _of("stream.", state).items()})
+    trainer.seam.set_random_states(_of("default.", state))
 
 
-def _default_states(seam: DeviceSeam) -> dict[str, torch.Tensor]:
-    states = {"cpu": torch.get_rng_state()}
-    if seam.kind == "cuda":
-        states["cuda"] = torch.cuda.get_rng_state(seam.device)
-    return states
+def _of(prefix: str, state: RunState) -> dict[str, torch.Tensor]:
+    return {key.removeprefix(prefix): value for key, value in state.per_rank.items() if key.startswith(prefix)}

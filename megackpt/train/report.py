@@ -42,8 +42,8 @@ class Reporter:
         self._pending: list[IterationRecord] = []
         self._flops, self._hardware_flops = step_flops(trainer)
         self._peak = config.logging.peak_tflops
-        if self._peak is None and trainer.seam.kind == "cuda":
-            self._peak = peak_tflops(torch.cuda.get_device_name(trainer.seam.device), config.precision.params_dtype)
+        if self._peak is None:
+            self._peak = peak_tflops(trainer.seam.name, config.precision.params_dtype)
         if self.speaks and self.run_dir is not None:
             try:
                 self.run_dir.mkdir(parents=True, exist_ok=True)

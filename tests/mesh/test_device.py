@@ -21,6 +21,11 @@ def test_cpu_seam() -> None:
     seam.synchronize()
     batch = torch.arange(3)
     assert seam.bring(batch) is batch
+    assert seam.name == ""
+    states = seam.random_states()
+    drawn = torch.rand(2)
+    seam.set_random_states(states | {"cuda": torch.empty(0)})  # of a run on a GPU
+    assert list(states) == ["cpu"] and torch.equal(torch.rand(2), drawn)
     seam.reset_peak()
     assert seam.peak_bytes() is seam.allocated_bytes() is seam.total_bytes() is None
     assert seam.current_stream() is seam.side_stream() is None

@@ -15,7 +15,7 @@ import torch
 
 from megackpt.mesh.device import DeviceSeam
 from megackpt.mesh.process_mesh import ProcessMesh
-from megackpt.persist import CheckpointError, HostCopy, Retention, RunState, Saver, latest_iteration, load
+from megackpt.persist import CheckpointError, HostCopy, Retention, RunState, Saver, latest_iteration, load, writing
 from megackpt.persist.retention import KEEP_ALL
 from megackpt.persist.tensor_file import write_tensors
 from megackpt.persist.torch_file import write_document
@@ -223,3 +223,11 @@ def changes_its_mind(rank: int, world: int, root: str) -> list[int]:
 
 def test_ranks_plan_a_save_once(tmp_path: Path) -> None:
     assert run_distributed(changes_its_mind, 2, str(tmp_path), timeout=60) == [[1, 1, 2]] * 2
+
+
+def test_host_memory_is_taken_in_blocks_that_pinning_does_not_double() -> None:
+    """Pinned memory is rounded up to a power of two: a full block is one, and only the last is partly for nothing."""
+    block = writing._BLOCK
+    places, blocks = writing._places([block - 100, 40, 60, 7, 2 * block + 1, 5])
+    assert places == [(0, 0), (0, block - 64), (1, 0), (1, 64), (2, 0), (3, 0)]
+    assert blocks == [block - 24, 71, 2 * block + 1, 5]
