@@ -157,6 +157,12 @@ class Layout:
         return self.t * self.c * self.d * self.p
 
     @property
+    def communicators(self) -> int:
+        """Process groups of a rank whose communicators hold memory: tensor parallel, data parallel (with context), and
+        one for each direction between stages."""
+        return sum(size > 1 for size in (self.t, self.d * self.c)) + 2 * (self.p > 1)
+
+    @property
     def splits_backward(self) -> bool:
         """Weight gradients are actions of their own."""
         return self.schedule == "zb-h1"

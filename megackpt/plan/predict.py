@@ -161,8 +161,7 @@ def _stage(model: ModelNumbers, layout: Layout, machine: Machine | None, walk: S
     if walk.host_peak:
         terms["lanes"] = walk.lane_bytes
     if machine is not None:
-        groups = sum(size > 1 for size in (layout.t, layout.d * layout.c)) + 2 * (layout.p > 1)
-        terms["communicators"] = machine.communicator_bytes * groups
+        terms["communicators"] = machine.communicator_bytes * layout.communicators
         terms["context"] = machine.context_bytes
         terms["margin"] = machine.margin_bytes
     return StagePrediction(

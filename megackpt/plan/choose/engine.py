@@ -113,7 +113,6 @@ def problem_of(
     driver's context and the margin are paid from it."""
     made = profile(model, layout) if made is None else made
     pricing = EnginePrices(made, StepClock(machine, layout.act_bytes, layout.t, layout.world))
-    groups = sum(size > 1 for size in (layout.t, layout.d * layout.c)) + 2 * (layout.p > 1)
     messages = MESSAGES * made.boundary_bytes * (layout.p > 1)
     own_matrix = not (model.tied and layout.p * layout.v == 1)
     states = [
@@ -136,7 +135,7 @@ def problem_of(
         first=_end(pricing, made.embedding, states[0]),
         last=_end(pricing, made.head, states[1]),
         layer_state_bytes=states[2] + 1,  # shards of the optimizer are rounded up, per stage and not per layer
-        base_bytes=machine.communicator_bytes * groups
+        base_bytes=machine.communicator_bytes * layout.communicators
         + machine.context_bytes
         + machine.margin_bytes
         + filling_bytes(model, layout)
