@@ -149,6 +149,7 @@ def _idle(values: Mapping[str, Value], config: RunConfig) -> list[str]:
         (("recompute-ahead-layers",), config.parallel.pipeline == 1, "one stage waits for no gradient"),
         (("sequence-parallel", "distribute-saved-activations"), config.parallel.tensor == 1,
          "--tensor-model-parallel-size is 1"),
+        (("eod-mask-loss", "split", "data-cache-path"), config.data.mock_data, "--mock-data reads no documents"),
     )  # fmt: skip
     notices = []
     for keys, idle, why in reasons:

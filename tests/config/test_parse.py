@@ -232,6 +232,7 @@ def test_accepted_flags_make_one_line() -> None:
         ),
         ("--recompute-granularity free --recompute-ahead-layers 1", "--recompute-ahead-layers (one stage waits for"),
         ("--sequence-parallel", "--sequence-parallel (--tensor-model-parallel-size is 1)"),
+        ("--eod-mask-loss --split 1,1,1", "--eod-mask-loss, --split (--mock-data reads no documents)"),
     ],
 )
 def test_flags_that_nothing_reads_are_named(line: str, notice: str) -> None:
