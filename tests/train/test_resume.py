@@ -151,8 +151,8 @@ def _random_states(
 ) -> dict[str, list[Any]]:
     """This rank's random state where the run was saved (or, resumed, right after loading)."""
     trainer = built(flags | {"save": folder, "load": folder}, layout)
+    torch.manual_seed((99 if resume else 7) + rank)  # a new process may have drawn anything before it loads
     if resume:
-        torch.manual_seed(99 + rank)  # a new process may have drawn anything before it loads
         load_run(trainer)
     else:
         train(trainer)
@@ -166,6 +166,7 @@ def test_every_rank_gets_its_own_random_state_back(tmp_path: Path) -> None:  # R
     before = run_distributed(_random_states, 4, first, layout, folder, False)
     after = run_distributed(_random_states, 4, first, layout, folder, True)
     assert after == before
+    assert len({str(state) for state in before}) == 4, "no two ranks stand alike, so that none can pass for another"
     assert all(state["stream.tensor"] != [0] for state in before), "attention dropout has drawn"
     run_distributed(train_all, 4, flags | {"load": folder}, layout)
     whole = flags | {"metrics-file": str(tmp_path / "whole.jsonl")}
