@@ -9,6 +9,7 @@ Read in this order::
     stage     the best mixture for one stage: several chunks, slots, host offload
     split     how many layers each stage gets
     flags     the best that one policy for all stages can do (Megatron's flags, mixtures of two sets)
+    ahead     which stages rebuild while a gradient is on its way
     choose    all of it, simulated                                                        -> Choice
 
 The idea: under 1F1B the first stage holds p micro-batches and the last one, and the slowest stage sets the pace, so
