@@ -33,9 +33,8 @@ def foresee(trainer: Trainer) -> tuple[str, ...]:
     leanest = predict(model, layout, plan_for(pieces, LEANEST), made=made)
     flops, hardware = step_flops(trainer)
     said = [
-        f"kept activations by stage, predicted: {_kept(chosen)} (none {_kept(none)};"
-        f" leanest {_kept(leanest)}, {LEANEST_FLAGS}); replay adds {100 * (hardware / flops - 1):.1f} %"
-        " to a step's FLOPs"
+        f"kept activations by stage, predicted: {_kept(chosen)} (none {_kept(none)}{_least(chosen, leanest)});"
+        f" replay adds {100 * (hardware / flops - 1):.1f} % to a step's FLOPs"
     ]
     if trainer.config.recompute.granularity == "auto":
         task = auto_task(trainer.config, trainer.vocab, trainer.seam)
@@ -61,6 +60,14 @@ def prediction_of(trainer: Trainer) -> Prediction:
 
 def _kept(prediction: Prediction) -> str:
     return " / ".join(format_bytes(stage.kept_peak_bytes) for stage in prediction.stages)
+
+
+def _least(chosen: Prediction, leanest: Prediction) -> str:
+    """What the leanest single layers keep, unless the plan keeps less: groups of layers do, and spread boundaries."""
+    pairs = [(c.kept_peak_bytes, least.kept_peak_bytes) for c, least in zip(chosen.stages, leanest.stages, strict=True)]
+    if any(c < least for c, least in pairs) and not any(c > least for c, least in pairs):
+        return ""
+    return f"; leanest {_kept(leanest)}, {LEANEST_FLAGS}"
 
 
 def _warnings(chosen: Prediction, leanest: Prediction, memory: int) -> list[str]:

@@ -138,6 +138,10 @@ def test_what_is_said_before_the_first_step() -> None:
     model = 3 * (2 * (6 + 4 * s / h + 2 + 7 + 7) + 2 * vocab / h)
     replayed = 2 * (6 + 4 * s / h + 7)
     assert said.endswith(f"replay adds {100 * replayed / model:.1f} % to a step's FLOPs")
+    groups = {"recompute-granularity": "full", "recompute-num-layers": 2}
+    ((said, *_),) = run_distributed(_foreseen, 1, SMALL_GPT | groups, Layout())
+    assert f"predicted: {format_bytes(boundary + ends)} (none " in said
+    assert "leanest" not in said, "a group of layers keeps less than single ones can"
 
 
 def _kept(rank: int, world_size: int, flags: Flags, layout: Layout) -> tuple[int, tuple[str, ...]]:
