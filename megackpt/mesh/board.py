@@ -65,8 +65,8 @@ class Board:
         self._beat = 0
         self._stop = False
         self._ended = ""
-        self._failed, self._reports, self._reported = False, False, threading.Event()
-        self._lock = threading.Lock()
+        self._failed, self._reported = False, False
+        self._lock, self._reporting = threading.Lock(), threading.Lock()
         self._wake_read, self._wake_write = -1, -1
         self._before: tuple[int, dict[signal.Signals, Any]] | None = None
         self._thread: threading.Thread | None = None
@@ -116,21 +116,26 @@ class Board:
 
     def failed(self, message: str, how: str) -> None:
         """Print `message`; `how` tells the others in a few words how this rank ends.  The first rank to come here adds
-        what every rank was doing."""
+        what every rank was doing, once, whichever of its threads comes here first."""
         self._failed = True
         print(f"megackpt: error: {message}", file=sys.stderr, flush=True)
         if self._store is None:
             return
+        with self._reporting:
+            if not self._reported:
+                self._reported = True
+                self._report(how)
+
+    def _report(self, how: str) -> None:
         lines: list[str] = []
         try:
             self._publish(how)
-            self._reports = self._store.compare_set(_FAILURE, "", str(self.rank)) == str(self.rank).encode()
-            lines = self._everyone() if self._reports else []
+            if self._store.compare_set(_FAILURE, "", str(self.rank)) == str(self.rank).encode():
+                lines = self._everyone()
         except RuntimeError:  # the store lived in a process that is gone
             lines = ["  not known: the process that kept the record is gone"]
         if lines:
             print("\n".join(["megackpt: where every rank was:", *lines]), file=sys.stderr, flush=True)
-        self._reported.set()
 
     def _publish(self, ended: str = "") -> None:
         if self._store is None:
@@ -189,8 +194,8 @@ class Board:
         """Say how and where, then end the whole process as the signal would have: the main thread may be waiting for a
         message in C++.
         """
-        if self._reports:  # the main thread is at it
-            self._reported.wait(4 * LOOK_AGAIN_S)
+        if self._reporting.locked():  # the main thread is at it
+            self._reporting.acquire(timeout=4 * LOOK_AGAIN_S)
         else:
             self.failed(f"{self.place} {how} in {self._words()}", how)
         os._exit(128 + number)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,32 @@ def test_the_first_rank_that_fails_prints_what_every_rank_did() -> None:
     assert found[0][0] == "megackpt: error: rank 0 cannot go on\n"
     assert found[1][0] == ""
     assert max(seconds for _, seconds in found) < 20
+
+
+def _fail_twice(rank: int, world_size: int) -> str:
+    """Rank 0's main thread finds that a message does not come while its board is told to end."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), Board(rank, world_size) as board:
+        if rank == 0:
+            both = threading.Barrier(2)
+
+            def fail(how: str) -> None:
+                both.wait()
+                board.failed(how, how)
+
+            threads = [threading.Thread(target=fail, args=(how,)) for how in ("no message", "ended")]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+        dist.barrier()
+    return said.getvalue()
+
+
+def test_two_threads_of_a_rank_print_one_table() -> None:
+    mine, other = run_distributed(_fail_twice, 2)
+    assert other == "" and mine.count("megackpt: error: ") == 2
+    assert mine.count("megackpt: where every rank was:") == mine.count("  rank 0: ") == mine.count("  rank 1: ") == 1
 
 
 def _finish(rank: int, world_size: int) -> tuple[str, int]:
