@@ -34,12 +34,8 @@ from megackpt.train.layer_times import SIZES, Flags, flags_of, typical
 from megackpt.train.loop import loader
 from megackpt.train.step import Stepper
 
-# A layer that a core's own cache holds with its gradients while nobody shares the core.
-FITS: Flags = {
-    "hidden-size": 112, "num-attention-heads": 7, "ffn-hidden-size": 392, "seq-length": 48, "vocab-size": 635,
-}  # fmt: skip
 LAYERS = 4  # at least, over stages
-RUN_S = 2.0  # of each model
+RUN_S = 1.2  # of each model
 LEAST = 3  # turns of each kind of step, the first of which does not count
 AT_ONCE = 4  # steps of a turn, the first of which does not count
 MICRO_BATCH = 2  # samples
@@ -84,7 +80,7 @@ def shards(size: Flags, world: int) -> Run:
 
 
 def runs(world: int) -> list[Run]:
-    return [stages(FITS, world), stages(SIZES[2], world), shards(SIZES[0], world)]
+    return [stages(SIZES[0], world), stages(SIZES[2], world), shards(SIZES[0], world)]
 
 
 def measure_company(machine: Machine, world: int) -> Company:
