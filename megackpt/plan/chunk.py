@@ -53,10 +53,8 @@ class ChunkModel:
             clock.run(self._forward(self._end("embedding")))
         self._forward_of(clock, self.plan.groups, self.layers)
         if self.last:
-            clock.run(self._forward(self._end("head")))
+            self._run_on(clock, self.layers, self._forward(self._end("head")))
             clock.live += self.tail_bytes - self.profile.head.steps[-1].output_bytes
-            if self._dropped_at(self.layers):
-                clock.live -= self.profile.boundary_bytes
         return clock.span()
 
     def backward(self) -> Span:
@@ -108,14 +106,20 @@ class ChunkModel:
         place = layers.start
         while place < layers.stop:
             group = group_at(groups, place)
+            before = range(layers.start, place)
             if group is None:
-                clock.run(self._forward(self._layer(place)), f"layer {place}")
-                if self._dropped_at(range(layers.start, place)):
-                    clock.live -= self.profile.boundary_bytes  # the input went to its tier
+                self._run_on(clock, before, self._forward(self._layer(place)), f"layer {place}")
                 place += 1
                 continue
-            clock.run(self._group_forward(group), f"layers {group.first} to {group.last}")
+            self._run_on(clock, before, self._group_forward(group), f"layers {group.first} to {group.last}")
             place = group.last + 1
+
+    def _run_on(self, clock: Clock, before: range, span: Span, where: str = "") -> None:
+        """A span after those layers; their output goes once it is done with, and what its tier has here stays."""
+        dropped = bool(before) and self._choice(before.stop) != KEEP
+        clock.live += self._input_bytes(before.stop) * dropped
+        clock.run(span, where)
+        clock.live -= self.profile.boundary_bytes * dropped
 
     def _group_forward(self, group: Group) -> Span:
         """The first forward of a group: nothing stays but its output."""
@@ -146,6 +150,7 @@ class ChunkModel:
                 ahead = not due and members in self._ahead()
                 span = self._backward(self._layer(place), self._replay(due), held=self._top_is_held(place), ahead=ahead)
                 clock.run(span, f"layer {place}")
+                clock.live -= self._share_of_group(place)
                 due = []
                 continue
             due.append(group)
@@ -156,12 +161,21 @@ class ChunkModel:
             for place in reversed(members):
                 span = self._backward(whole, self._replay(due), held=self._top_is_held(place))
                 clock.run(span, f"layer {place}")
+                clock.live -= self._share_of_group(place)
                 due = []
             # the group's own input is let go by its first layer, which counts it as its own
+
+    def _share_of_group(self, place: int) -> int:
+        """What goes beside its input after the first layer of a group: this rank's part, if it was kept in parts."""
+        first = any(group.first == place for group in self.plan.groups)
+        return self._input_bytes(place) if first and self._choice(place) != KEEP else 0
 
     def _replay(self, due: Sequence[Group]) -> Callable[[Clock], None] | None:
         def replay(inner: Clock) -> None:
             for group in due:
+                if group in self.plan.groups and self._choice(group.first) != KEEP:
+                    inner.live += self.profile.boundary_bytes  # its input comes back whole
+                    inner.touch(0, f"input of layer {group.first}")
                 inner.run(self._replayed_forward(group), f"replay of layers {group.first} to {group.last}")
 
         return replay if due else None
@@ -212,12 +226,9 @@ class ChunkModel:
         return self.plan.save_set(f"layers.{before}")[_LAST].output
 
     def _input_bytes(self, place: int) -> int:
-        """What stays of the input of a group: all of it, this rank's share, or nothing."""
+        """What stays here of the input of what comes at ``place``: all of it, this rank's share, or nothing."""
         choice = self._choice(place)
         return {KEEP: self.profile.boundary_bytes, SHARD: -(-self.profile.boundary_bytes // self.t)}.get(choice, 0)
-
-    def _dropped_at(self, done: range) -> bool:
-        return bool(done) and self._choice(done.stop) != KEEP
 
     def _forward(self, layer: Layer, *, until: str = "", bare: bool = False) -> Span:
         key = ("F", layer.profile.kind, layer.save_set, layer.input_choice, until, bare)

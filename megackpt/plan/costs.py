@@ -333,10 +333,9 @@ def _loss(model: ModelNumbers, layout: Layout, x: Widths, rows: int) -> Row:
     losses, probabilities, logits = rows * x.wide, rows * x.vocab * x.wide, rows * x.vocab * x.act
     ranks = range(layout.t) if layout.tp_rank is None else (layout.tp_rank,)
     columns = [max(0, min(x.vocab, model.vocab - rank * x.vocab)) for rank in ranks]
-    valid = max((c for c in columns if c < x.vocab), default=x.vocab)
-    padded = valid < x.vocab
     converted = layout.device == "cpu" and x.act != x.wide
-    second = rows * valid * x.wide if padded or converted else 0  # a softmax before it is padded, or its operand
+    # a softmax before it is padded, or its operand
+    second = rows * x.wide * max(c for c in (*columns, 0) if c < x.vocab or converted)
     return {
         "output_bytes": losses,
         "internal_bytes": probabilities,

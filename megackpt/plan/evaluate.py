@@ -13,6 +13,7 @@ from megackpt.plan.decision import SHARD, ChunkPlan, Group, Plan, SaveSet, group
 from megackpt.plan.evaluation import FIXED, Evaluation, StageSeconds
 from megackpt.plan.flops import ModelShape, layer_forward, logits_forward, model_flops
 from megackpt.plan.kept import replay
+from megackpt.plan.machine import needs_of
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.predict import Prediction, StageWalk, predict, short_lists
 from megackpt.plan.profile import Profile, StepCost, profile
@@ -34,6 +35,7 @@ class Evaluator:
         self.prices = EnginePrices(self.made, self.clock)
         self.lists = schedule_lists(layout.schedule, layout.p, layout.n, layout.v)
         self.short_lists = short_lists(layout)
+        self.needs = needs_of(self.short_lists)
         self._replays: dict[SaveSet, tuple[float, tuple[str, ...]]] = {}
 
     @cached_property
@@ -47,7 +49,9 @@ class Evaluator:
     def __call__(self, plan: Plan, layout: Layout | None = None) -> Evaluation:
         """``layout``: the same with its layers divided otherwise."""
         layout = layout or self.layout
-        prediction = predict(self.model, layout, plan, self.machine, made=self.made, lists=self.short_lists)
+        prediction = predict(
+            self.model, layout, plan, self.machine, made=self.made, lists=self.short_lists, needs=self.needs
+        )
         work = [
             [[self._work(layout, sets, stage, chunk) for sets in plan.slots(stage, chunk)] for chunk in range(layout.v)]
             for stage in range(layout.p)
@@ -247,8 +251,8 @@ class Evaluator:
 
     def _timeline(self, layout: Layout, plan: Plan, prediction: Prediction, work: Works, transfer: float) -> Timeline:
         walks = [_Recorded(self.made, layout, plan, stage) for stage in range(layout.p)]
-        for walk, actions in zip(walks, self.lists, strict=True):
-            walk.run(actions)
+        for walk, actions, needs in zip(walks, self.lists, needs_of(self.lists), strict=True):
+            walk.run(actions, needs)
 
         def cost(stage: int, action: Action) -> Cost:
             before, peak, after = walks[stage].marks[action]
@@ -298,8 +302,8 @@ class _Recorded(StageWalk):
         self._most: dict[Action, int] = {}
         self._after: dict[Action, int] = {}
 
-    def run(self, actions: Sequence[Action]) -> None:
-        super().run(actions)
+    def run(self, actions: Sequence[Action], needs: Mapping[Action, int] | None = None) -> None:
+        super().run(actions, needs)
         before = 0
         for action in actions:
             after = self._after[action]

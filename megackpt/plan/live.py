@@ -274,11 +274,11 @@ class _Backward:
     def _resolve(self, name: str, at: str) -> None:
         if name in self.present or name in self.rebuilt or name not in self.kept.dropped:
             return
-        if name in self.kept.waiting:  # comes back whole from its tier
+        if name in self.kept.waiting:  # comes back whole from its tier, whose own bytes go with it
             size = self.profile.bytes_of(name)
-            self.clock.live += size - self.kept.waiting[name]
-            self.clock.touch(self.kept.waiting[name], at)
-            self.rebuilt[name] = size
+            self.clock.live += size
+            self.clock.touch(0, at)
+            self.rebuilt[name] = size + self.kept.waiting[name]
         elif name in self.by_name:
             self._rebuild(self.by_name[name], at)
 

@@ -14,9 +14,12 @@ there.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from megackpt.plan.schedule import Action, destination, source
 
@@ -67,22 +70,40 @@ def needed_before(lists: Lists, stage: int) -> dict[Action, int]:
     """For each action of `stage` that takes a message: how many actions of `stage` must be over before that message can
     be made, by the order of all lists. A message that no list makes needs none.
     """
+    return needs_of(lists, [stage])[0]
+
+
+def needs_of(lists: Lists, stages: Sequence[int] | None = None) -> list[dict[Action, int]]:
+    """`needed_before` for several stages at once (None: for all), in one walk through the lists."""
+    wanted = range(len(lists)) if stages is None else stages
     chunks = 1 + max(action.chunk for actions in lists for action in actions)
-    needs: list[dict[Action, int]] = [{} for _ in lists]
-    needs[stage] = {action: place + 1 for place, action in enumerate(lists[stage])}
-    most, moved = [0] * len(lists), True
+    column = {stage: place for place, stage in enumerate(wanted)}
+    needs: list[dict[Action, int]] = [dict[Action, int]() for _ in wanted]
+    over = [np.zeros(len(column), dtype=np.int64) for _ in lists]  # of the wanted stages, before a stage's last action
+    clocks: list[dict[Action, np.ndarray]] = [{} for _ in lists]
+    moved = True
     while moved:
         moved = False
-        for other, actions in enumerate(lists):
-            for action in actions[len(needs[other]) :]:
-                origin = source(action, other, len(lists), chunks)
-                found = 0 if origin is None else needs[origin[0]].get(origin[1])
-                if found is None:
-                    break
-                most[other] = needs[other][action] = max(most[other], found)
+        for stage, actions in enumerate(lists):
+            for action in itertools.islice(actions, len(clocks[stage]), None):
+                origin = source(action, stage, len(lists), chunks)
+                if origin is not None:
+                    made = clocks[origin[0]].get(origin[1])
+                    if made is None:
+                        break
+                    if stage in column:
+                        needs[column[stage]][action] = int(made[column[stage]])
+                    over[stage] = np.maximum(over[stage], made)
+                if stage in column:
+                    over[stage] = over[stage].copy()
+                    over[stage][column[stage]] += 1
+                clocks[stage][action] = over[stage]
                 moved = True
-    origins = {action: source(action, stage, len(lists), chunks) for action in lists[stage]}
-    return {action: needs[origin[0]].get(origin[1], 0) for action, origin in origins.items() if origin is not None}
+    for stage, place in column.items():  # what no list makes
+        for action in lists[stage]:
+            if source(action, stage, len(lists), chunks) is not None:
+                needs[place].setdefault(action, 0)
+    return needs
 
 
 def clock_table(lists: Lists) -> str:

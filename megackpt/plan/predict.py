@@ -7,6 +7,7 @@ tensors (communicators, the driver's context, fragmentation) is named and added 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ from megackpt.plan.chunk import ChunkModel, Spans
 from megackpt.plan.decision import OFFLOAD_HOST, ChunkPlan, Plan
 from megackpt.plan.kept import kept_bytes
 from megackpt.plan.live import Span
+from megackpt.plan.machine import needs_of
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.parameters import stage_parameters, stage_state
 from megackpt.plan.profile import Profile, profile
@@ -113,13 +115,17 @@ def predict(
     made: Profile | None = None,
     lists: Sequence[Sequence[Action]] | None = None,
     watched: bool = False,
+    needs: Sequence[Mapping[Action, int]] | None = None,
 ) -> Prediction:
     """``made``: a traced or measured profile instead of the closed forms; ``lists``: other action lists than those of
-    the layout's schedule; ``watched``: as seen by a counter that is a dispatch mode (see `ChunkModel`)."""
+    the layout's schedule, with their ``needs`` if `needs_of` was asked before; ``watched``: as seen by a counter that
+    is a dispatch mode (see `ChunkModel`)."""
     made = profile(model, layout) if made is None else made
     lists = schedule_lists(layout.schedule, layout.p, layout.n, layout.v) if lists is None else lists
+    needs = needs_of(lists) if needs is None else needs
     stages = tuple(
-        predict_stage(model, layout, plan, stage, lists[stage], made, machine, watched) for stage in range(layout.p)
+        predict_stage(model, layout, plan, stage, lists[stage], needs[stage], made, machine, watched)
+        for stage in range(layout.p)
     )
     return Prediction(stages, plan.name, None if machine is None else machine.memory_bytes)
 
@@ -136,6 +142,7 @@ def predict_stage(
     plan: Plan,
     stage: int,
     actions: Sequence[Action],
+    needs: Mapping[Action, int],
     made: Profile,
     machine: Machine | None = None,
     watched: bool = False,
@@ -143,7 +150,7 @@ def predict_stage(
 ) -> StagePrediction:
     """One stage through its list.  ``spans``: what calls with the same profile and ``watched`` may share."""
     walk = StageWalk(made, layout, plan, stage, watched=watched, spans=spans)
-    walk.run(actions)
+    walk.run(actions, needs)
     return _stage(model, layout, machine, walk)
 
 
@@ -220,9 +227,9 @@ class _Slot:
 
 
 class StageWalk:
-    """A stage's actions in order with the executor's rules: one message posted ahead per direction, a sent tensor
-    alive until the next action ends, a received gradient alive until its backward has ended.  Which slot's plan a
-    micro-batch has, `plan.slots` says."""
+    """A stage's actions in order with the executor's rules: one message posted ahead per direction as soon as it can
+    exist, a sent tensor alive until the next action ends, a received gradient alive until its backward has ended.
+    Which slot's plan a micro-batch has, `plan.slots` says."""
 
     def __init__(
         self,
@@ -277,17 +284,26 @@ class StageWalk:
         """Bytes of one micro-batch by [chunk][slot]."""
         return tuple(tuple(slot.kept for slot in slots) for slots in self._slots)
 
-    def run(self, actions: Sequence[Action]) -> None:
-        """Raises ValueError for a list that ends with anything held."""
-        self._taken = slots_of(actions)
-        coming = {kind: sum(a.kind == kind and self._receives(a) for a in actions) for kind in ("F", "B")}
-        self.posted = {kind: self.message if count else 0 for kind, count in coming.items()}
-        for action in actions:
+    def run(self, actions: Sequence[Action], needs: Mapping[Action, int] | None = None) -> None:
+        """``needs``: of each message, as `plan.machine.needed_before` says it.  Raises ValueError for a list that ends
+        with anything held."""
+        self._taken, needs = slots_of(actions), needs or {}
+        coming = {kind: deque(a for a in actions if a.kind == kind and self._receives(a)) for kind in self.posted}
+
+        def post(over: int) -> None:
+            for kind, messages in coming.items():
+                if not self.posted[kind] and messages and needs.get(messages[0], 0) <= over:
+                    messages.popleft()
+                    self.posted[kind] = self.message
+
+        post(0)
+        for over, action in enumerate(actions):
             if action.kind in coming and self._receives(action):
-                coming[action.kind] -= 1
-                self.posted[action.kind] = self.message if coming[action.kind] else 0
+                self.posted[action.kind] = 0
+                post(over)
                 self._note(action, "receive", self.message)
             getattr(self, {"F": "_forward", "B": "_backward", "W": "_weight"}[action.kind])(action)
+            post(over + 1)
         if self.in_flight:
             raise ValueError(f"stage {self.stage} ends with {self.in_flight} forwards that no backward has freed")
 

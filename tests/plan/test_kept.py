@@ -153,7 +153,8 @@ def test_groups_keep_their_input_alone():
 @pytest.mark.parametrize("policy", [
     {"granularity": "none"}, {"granularity": "free"}, {"granularity": "selective"}, {"granularity": "full"},
     {"granularity": "full", "keep": "layer-input"}, {"granularity": "full", "num_layers": 3},
-    {"granularity": "full", "method": "block", "num_layers": 2},
+    {"granularity": "full", "method": "block", "num_layers": 2}, {"granularity": "full", "distribute": True},
+    {"granularity": "full", "distribute": True, "num_layers": 2},
 ])  # fmt: skip
 @pytest.mark.parametrize("sp", [False, True])
 def test_a_chunk_gives_back_what_it_took(policy, sp):

@@ -34,6 +34,7 @@ POLICIES: dict[str, Flags] = {
     "block": {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1},
 }
 DROPOUT: Flags = {"hidden-dropout": 0.1, "attention-dropout": 0.1, "attention-backend": "unfused"}
+NO_DROPOUT: Flags = {"hidden-dropout": 0.0, "attention-dropout": 0.0}
 LAYOUTS = [RunLayout(), RunLayout(tp=2), RunLayout(tp=2, sp=True), RunLayout(pp=2)]
 
 
@@ -71,11 +72,22 @@ def test_hidden_256(family, layout):
     check({name: base | POLICIES[name] for name in names}, layout, 0.01)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp64"])
-def test_other_formats(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "layout"), [("bf16", RunLayout()), ("bf16", RunLayout(tp=2)), ("fp64", RunLayout())], ids=str
+)
+def test_other_formats(dtype, layout):
+    """On two ranks only the last one's vocabulary is padded, and the other converts more logits than it has."""
     base = FAMILIES["gpt"] | {"num-layers": 2, "params-dtype": dtype, "global-batch-size": 2}
     cases = {name: base | POLICIES[name] for name in ("none", "full")}
-    check(cases | {"loss in parts": base | {"loss-chunk-size": 16, "vocab-size": 4000}}, RunLayout(), 0.03)
+    check(cases | {"loss in parts": base | {"loss-chunk-size": 16, "vocab-size": 4000}}, layout, 0.03)
+
+
+def test_distributed_saved_activations():
+    """Ranks keep parts of boundaries, and each its part until what came back whole is done with."""
+    base = FAMILIES["gpt"] | WIDE | {"max-position-embeddings": 64, "global-batch-size": 2, "num-layers": 4}
+    shards = base | {"distribute-saved-activations": True} | NO_DROPOUT
+    names = ("full", "layer-input", "groups", "block")
+    check({name: shards | POLICIES[name] for name in names}, RunLayout(tp=2), 0.001)
 
 
 def test_trees_of_groups(tmp_path):

@@ -22,6 +22,7 @@ from megackpt.plan.decision import ChunkPlan, Group, Plan, SaveSet, Slots
 from megackpt.plan.demand import present_steps
 from megackpt.plan.kept import kept_bytes, records, replay
 from megackpt.plan.live import Layer, backward_span, forward_span
+from megackpt.plan.machine import needs_of
 from megackpt.plan.numbers import Layout, ModelNumbers
 from megackpt.plan.parameters import (
     embedding_parameters,
@@ -194,6 +195,7 @@ class Predictor:
         self.model, self.layout, self.machine, self.made, self.watched = model, layout, machine, made, watched
         self.scales = scales
         self.lists = short_lists(layout)
+        self.needs = needs_of(self.lists)
         self._spans: Spans = {}
 
     def placed(self, counts: Counts) -> Layout:
@@ -211,6 +213,7 @@ class Predictor:
             plan,
             stage,
             self.lists[stage],
+            self.needs[stage],
             self.made,
             self.machine,
             self.watched,
@@ -221,8 +224,10 @@ class Predictor:
 
     def __call__(self, choice: Choice) -> Prediction:
         placed = self.placed(choice.counts)
-        lists, watched = self.lists, self.watched
-        return predict(self.model, placed, choice.plan, self.machine, made=self.made, lists=lists, watched=watched)
+        return predict(
+            self.model, placed, choice.plan, self.machine,
+            made=self.made, lists=self.lists, watched=self.watched, needs=self.needs,
+        )  # fmt: skip
 
 
 def choose_for(
