@@ -6,6 +6,7 @@ decision.  It owns no tensor; what is kept hangs on the autograd graph and goes 
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -27,6 +28,7 @@ from megackpt.recompute.tiers.base import Stored, Tier
 from megackpt.recompute.verify import Verifier
 from megackpt.recompute.watch import Watch
 
+_LAYER = re.compile(r"layers[ .](\d+)")
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
 
 
@@ -41,14 +43,15 @@ class Tape:
     ``verify``: compare everything that is replayed with a digest of the original (slow; see verify.py).
     ``observer``: takes every step in its place, with address, name, function and arguments (see stepwise.py).
     ``on_replay(where, start, end)``: told of every replayed step, with host seconds of ``time.time``.
+    ``layers``: those of the chunk, the last of which the plan's ``ahead`` means.
 
     A tape opened while another is open shares that one's ``verify``, and its account if it has none of its own.
     """
 
     __slots__ = (
         "plan", "ledger", "label", "clear_after_backward", "verify", "observer", "on_replay", "live", "notes_records",
-        "dropped", "outer", "counts", "tags", "_account", "_tiers", "_booked", "_arguments", "_stored", "_two_phase",
-        "_rebuildable", "_kept", "_alive", "_previous", "_around", "_transparent", "__weakref__",
+        "layers", "dropped", "outer", "counts", "tags", "_account", "_tiers", "_booked", "_arguments", "_stored",
+        "_two_phase", "_rebuildable", "_kept", "_alive", "_previous", "_around", "_transparent", "__weakref__",
     )  # fmt: skip
 
     def __init__(
@@ -63,8 +66,9 @@ class Tape:
         verify: bool = False,
         observer: Callable[[str, str, Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any] | None = None,
         on_replay: Callable[[str, float, float], None] | None = None,
+        layers: range = range(0),
     ) -> None:
-        self.plan = plan
+        self.plan, self.layers = plan, layers
         self.ledger = RngLedger() if ledger is None else ledger
         self.label = label
         self.clear_after_backward = clear_after_backward
@@ -151,17 +155,11 @@ class Tape:
         """Rebuild the last layers of the plan's ``ahead`` now, the last one first, as their backward would: for a
         caller that waits for a gradient, with so many forwards whose backward is not done.  The values are the same
         and live until they are used.  All ranks of a group must call it at the same place."""
-        seen: list[str] = []
-        for ref in reversed(self._rebuildable) if self.plan.goes_ahead(in_flight) else ():
-            record = ref()
-            if record is None:
-                continue
-            unit = _unit_of(record.where)
-            if unit not in seen:
-                if len(seen) == self.plan.ahead or not unit or (seen and seen[-1].startswith("layers ")):
-                    break
-                seen.append(unit)
-            demand(record)
+        if self.plan.goes_ahead(in_flight):
+            units = {unit.start for unit in self.plan.units_ahead(self.layers)}
+            for ref in reversed(self._rebuildable):
+                if (record := ref()) is not None and _first_layer_of(record.where) in units:
+                    demand(record)
         self._rebuildable.clear()
 
     def store(self, choice: str, where: str, tensor: torch.Tensor) -> Producer:
@@ -224,8 +222,7 @@ class Tape:
         return dict(self._kept) if self._kept is not None else self.kept_now()
 
 
-def _unit_of(where: str) -> str:
-    """The layer (``layers.3``) or the group of layers (``layers 2 to 5``) that a step belongs to; "" for the ends."""
-    if not where.startswith("layers"):
-        return ""
-    return where if where.startswith("layers ") else where.partition(" ")[0]
+def _first_layer_of(where: str) -> int:
+    """Of the layer (``layers.3 attn.core``) or the group of layers (``layers 2 to 5``) that a step is of; -1: none."""
+    found = _LAYER.match(where)
+    return int(found[1]) if found else -1

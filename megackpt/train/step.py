@@ -104,6 +104,7 @@ class Stepper:
             label=label,
             verify=verify,
             on_replay=self.on_replay,
+            layers=trainer.pieces[chunk].layers,
         )
 
     def _forward(

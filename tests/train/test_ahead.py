@@ -163,12 +163,15 @@ def test_bytes_are_predicted(tmp_path: Path) -> None:
     cases = [wide | FULL | {"recompute-ahead-layers": k} for k in (0, 1, 3)]
     cases.append(wide | FULL | {"recompute-ahead-layers": 3, "pipeline-schedule": "zb-h1"})
     cases.append(wide | _stored(tmp_path, wide, Layout(pp=2), ahead=3, ahead_within=1))
+    block = {"recompute-method": "block", "recompute-num-layers": 2}  # the last layer of a stage keeps everything
+    cases += [wide | FULL | block | {"recompute-ahead-layers": k} for k in (0, 1, 2)]
     first, last = run_distributed(run_cases, 2, cases, Layout(pp=2), timeout=60)
     for seen, predicted in (*first, *last):
         assert seen.kept == predicted.kept_peak_bytes
         assert abs(seen.peak - predicted.activation_bytes) <= 0.001 * seen.peak
     peaks = [seen.peak for seen, _ in first]
     assert peaks[0] < peaks[1] < peaks[2]
+    assert peaks[5] == peaks[6] <= peaks[7]
     assert peaks[0] <= peaks[4] < peaks[2]  # all of it, but while one micro-batch is in flight
     assert len({seen.peak for seen, _ in last[:3]}) == 1  # nobody waits for a gradient there
 
