@@ -75,15 +75,7 @@ def checkpoint(
     Raises ValueError for ``use_reentrant=True``, for an unknown ``determinism_check`` and for ``debug`` together with
     ``context_fn``; ReplayError in backward if the replay does not save what the forward did.
     """
-    if use_reentrant:
-        raise ValueError(
-            "use_reentrant=True re-enters autograd and cannot see keyword or nested tensors; this checkpoint has the "
-            "guarantees of use_reentrant=False: pass that or nothing"
-        )
-    if determinism_check not in ("default", "none") and not callable(determinism_check):
-        raise ValueError(f'determinism_check is "default", "none" or a function of a tensor, not {determinism_check!r}')
-    if debug and context_fn is not noop_context_fn:
-        raise ValueError("debug=True brings its own contexts and cannot be combined with context_fn")
+    _check(use_reentrant, determinism_check, debug, context_fn)
     if torch.compiler.is_compiling():
         return opaque(checkpoint)(
             function, *args, preserve_rng_state=preserve_rng_state, context_fn=context_fn, debug=debug,
@@ -103,6 +95,24 @@ def checkpoint(
         return run_step(tape, where, _REGION, function, args, kwargs, watch=region)  # type: ignore[no-any-return]
     with Tape(_KEEPING, _TORCHS if preserve_rng_state else _NO_RANDOMNESS) as own:
         return run_step(own, where, _REGION, function, args, kwargs, watch=region)  # type: ignore[no-any-return]
+
+
+def _check(
+    use_reentrant: bool | None,
+    determinism_check: str | Callable[[Tensor], Any],
+    debug: bool,
+    context_fn: Callable[[], Contexts],
+) -> None:
+    """Raise ValueError for what a call of `checkpoint` may not ask for."""
+    if use_reentrant:
+        raise ValueError(
+            "use_reentrant=True re-enters autograd and cannot see keyword or nested tensors; this checkpoint has the "
+            "guarantees of use_reentrant=False: pass that or nothing"
+        )
+    if determinism_check not in ("default", "none") and not callable(determinism_check):
+        raise ValueError(f'determinism_check is "default", "none" or a function of a tensor, not {determinism_check!r}')
+    if debug and context_fn is not noop_context_fn:
+        raise ValueError("debug=True brings its own contexts and cannot be combined with context_fn")
 
 
 class Region(Watch):
